@@ -1,15 +1,15 @@
 """Divide sequences among the ranks of a context group: each rank computes on its positions of every sequence.
 
 :class:`Zigzag` assigns positions to ranks. :class:`RingSelfAttention` computes causal attention over the divided
-sequences, whose keys and values travel around a ring; the other layers treat each position by itself, or need only know
-where their positions lie. :func:`context_model` builds the context-parallel form of a model, :func:`cut_batch` cuts its
-batches.
+sequences, whose keys and values travel around a ring; the other layers compute each position by itself, or need only
+the indices of their positions. :func:`context_model` builds the context-parallel form of a model, :func:`cut_batch`
+cuts its batches.
 
 This is ring attention (Liu, Zaharia and Abbeel, 2023). The softmax is updated as keys arrive (Milakov and Gimelshein,
 2018; Rabe and Staats, 2021), so a rank never holds more than one tile of the scores at a time. The backward pass
-computes the scores again (Dao et al., 2022). For that the forward pass keeps two numbers for each query: the maximum of
-its scores, and the sum of their exponentials relative to the maximum. It does not keep their log-sum-exp, whose
-rounding error grows with the scores.
+computes the scores again (Dao et al., 2022). To do so, it needs two numbers for each query from the forward pass: the
+maximum of its scores, and the sum of their exponentials relative to the maximum. The log-sum-exp of the scores would be
+one number, but its rounding error grows with the scores.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Tile(NamedTuple):
 class Zigzag:
     """Cut a sequence into 2 * ranks chunks by the shard rule; rank r holds chunks r and 2 * ranks - 1 - r.
 
-    With this cut every rank computes about the same number of scores that the causal mask does not hide, in total and
-    also with the keys of any one rank. The numbers of positions on two ranks differ by one at most.
+    With this cut all ranks compute about the same number of unmasked scores, in total and with the keys of each single
+    rank. The numbers of positions on two ranks differ by one at most.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ class Zigzag:
         return self._chunks[rank]
 
     def ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return the two ranges as pairs (start, stop), as :attr:`mpizero.types.Run.ranges` has them."""
+        """Return the ranges of :meth:`chunks` as pairs (start, stop), the form of :attr:`mpizero.types.Run.ranges`."""
         return tuple((chunk.start, chunk.stop) for chunk in self._chunks[rank])
 
     @property
@@ -161,7 +161,7 @@ class Zigzag:
         return np.concatenate([np.arange(chunk.start, chunk.stop, dtype=np.int64) for chunk in self._chunks[rank]])
 
     def scores(self, rank: int) -> int:
-        """Count the scores in all tiles of the queries of rank ``rank``, with the keys of all ranks."""
+        """Count the scores that rank ``rank`` computes: those in all tiles of its queries and the keys of all ranks."""
         queries = [
             (first, min(first + QUERIES, chunk.stop))
             for chunk in self._chunks[rank]
@@ -187,7 +187,7 @@ class Zigzag:
 
 
 class ContextLayer(SequenceLayer):
-    """Work on the positions of each sequence that this rank of a context group holds, by the :class:`Zigzag` cut."""
+    """Define a layer that computes this rank's positions of each sequence, as :class:`Zigzag` assigns them."""
 
     #: The context group.
     group: Group
@@ -195,7 +195,7 @@ class ContextLayer(SequenceLayer):
     def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
         """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
 
-        As :func:`located`.
+        See the function :func:`located`.
         """
         return located(run, shape, self.group)
 
@@ -236,7 +236,8 @@ def gather_lengths(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
     Raises
     ------
     DataError
-        The numbers are not those of a zigzag cut, or the numbers of samples differ. All ranks raise this error.
+        The numbers of positions are not those of a zigzag cut, or the numbers of samples differ. All ranks raise this
+        error.
     """
     local = np.array([shape[:2] if len(shape) >= 2 else (-1, -1)], np.int64)
     shapes = group.all_gather(local, 0, (1,) * group.size, tag="context lengths") if group.size > 1 else local
@@ -266,7 +267,7 @@ def ring_pass(group: Group, array: Array, tag: str) -> Iterator[tuple[int, Array
 
 
 def poll_function(*requests: ShiftRequest | None) -> Callable[[], None]:
-    """Return a function that lets the messages of the given requests make progress; None among them is skipped.
+    """Return a function that lets the messages of the given requests make progress; a request may be None.
 
     Most MPI implementations move large messages only while a rank is inside an MPI call. Not collective.
     """
@@ -374,14 +375,14 @@ class RingSelfAttention(ContextLayer, CausalSelfAttention):
 
 
 class _Saved(NamedTuple):
-    """Hold the cache that the forward pass keeps for the backward pass.
+    """Hold what the forward pass of :class:`RingSelfAttention` keeps for the backward pass.
 
     Attributes
     ----------
     qkv, mixed : Array
-        The input with the bias added, and the output.
-    maxima, shares : Array
-        For each query and head the greatest score, and the inverse of the sum of the exponentials.
+        The queries, keys and values with the bias added, and the weighted sums of the values.
+    maxima, reciprocals : Array
+        For each query and head the greatest score, and the reciprocal of the sum of the exponentials.
     run : Run
         The argument ``run`` of the forward pass.
     first_head : int
@@ -416,8 +417,8 @@ class _TileScores:
     def of(self, source: int, poll: Callable[[], None]) -> _Parts:
         """Yield (samples, tile) for all tiles with the keys of rank ``source``; call ``poll`` after each.
 
-        If the scores of all samples are too many at once, the samples are cut into ranges, and each range gets all
-        tiles.
+        If a tile of all samples has more than :data:`SCORES` scores, the samples are cut into ranges, and all tiles are
+        yielded for each range.
         """
         chunk = self.zigzag.longest // 2 + 1
         batch = max(1, SCORES // (self._heads * min(QUERIES, chunk) * min(KEYS, chunk)))
@@ -457,7 +458,7 @@ class _TileScores:
 
 
 class _RingBackward:
-    """Compute the gradients that come from this rank's queries, tile by tile."""
+    """Compute the gradients from the scores of this rank's queries, tile by tile."""
 
     def __init__(self, layer: RingSelfAttention, saved: _Saved, dmixed: Array) -> None:
         self.scores = _TileScores(layer, saved.qkv, saved.run, saved.first_head)
@@ -498,7 +499,7 @@ class ContextDropout(Dropout):
 
         Collective over ``group`` in training if ``run.length`` is 0.
         """
-        training = run.training and self.rate > 0.0  # not drops(), which ranks without places would deny
+        training = run.training and self.rate > 0.0  # not drops(), which is False on ranks without positions
         return super().forward(params, x, located(run, x.shape, self.group) if training else run)
 
     def mask(self, x: Array, run: Run, window: SamplePart | None = None) -> Array:
@@ -527,9 +528,9 @@ class ContextPosition(ContextLayer, Position):
 class ContextEmbedding(ContextLayer, TokenEmbedding):
     """Apply :class:`TokenEmbedding` to the positions that this rank holds; ``group`` is the context group.
 
-    The gradients of both tables are computed from these positions only; their sums over the ranks are the whole
-    gradients. The forward pass is collective over ``group`` if ``run.length`` is 0. Its errors are raised on all ranks,
-    but for an id outside the vocabulary, which only the ranks that hold it find.
+    The gradients of both tables are computed from this rank's positions only; their sums over the ranks are the whole
+    gradients. The forward pass is collective over ``group`` if ``run.length`` is 0. All ranks raise its errors, except
+    that only the ranks that hold an id outside the vocabulary raise an error for it.
     """
 
     group: Group = field(kw_only=True)
@@ -586,7 +587,7 @@ def cut_layer(layer: Layer, form: Callable[..., L], group: Group) -> L:
 
 @dataclass(frozen=True)
 class PartLoss:
-    """Compute an element loss of this rank's positions of every sequence; the sums of all ranks are the whole loss.
+    """Compute an element loss at this rank's positions of every sequence; the ranks' losses add up to the whole.
 
     Parameters
     ----------
@@ -628,14 +629,14 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
     group : Group
         The context group.
     tiles : int, optional
-        Number of tiles, a multiple of the group's size: a rank gets the positions that each of its tiles would get in
-        a group of so many ranks, tile after tile. The default is the group's size.
+        Number T of tiles, a multiple of the group's size. A rank gets the positions that T / size neighbouring ranks of
+        a group of T ranks would get, one rank's after the other's. The default is the group's size.
 
     Returns
     -------
     tuple
-        This rank's part of ``x`` and of ``y``: contiguous arrays (samples, positions of this rank, ...). If the group
-        has one rank, ``x`` and ``y`` themselves.
+        This rank's part of ``x`` and of ``y``: contiguous arrays (samples, positions of this rank, ...). If there is
+        only one tile, ``x`` and ``y`` themselves.
 
     Raises
     ------
@@ -677,10 +678,11 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
 class ContextModel:
     """Hold the context-parallel form of a model, which computes on this rank's part of each sequence.
 
-    :func:`context_model` makes it. Parameters have the same names and shapes as in ``model``. The gradients, loss sum
-    and weight that a rank computes are those of its part of the sequences. Their sums over ``group`` are those of
-    ``model``, which may be split over a tensor group (:class:`mpizero.nn.SplitModel`): that group then cuts the part of
-    a context rank as it cuts whole sequences.
+    Use :func:`context_model` to make one. Parameters have the same names and shapes as in ``model``. The gradients,
+    loss sum and weight that a rank computes are those of its part of the sequences. Their sums over ``group`` are the
+    gradients, loss sum and weight of ``model``. If ``model`` is split over a tensor group
+    (:class:`mpizero.nn.SplitModel`), the tensor ranks split a context rank's part of the sequences as they would split
+    whole sequences.
     """
 
     model: BlockModel
@@ -693,7 +695,7 @@ class ContextModel:
         return self._on_positions(self.model.loss)
 
     def loss_on_parts(self, loss: Loss) -> Loss:
-        """Adapt a loss of whole sequences to this rank's positions; the ranks' sums and weights add up to the whole.
+        """Adapt a loss of whole sequences to this rank's positions; loss sums and weights add up over the ranks.
 
         If the model is split over a tensor group, the loss takes this rank's part of the predictions at these
         positions. Not collective. Raises :class:`ConfigError` if the loss does not add up over positions.
@@ -726,8 +728,8 @@ class ContextModel:
     def run_on(self, x: Array, run: Run) -> Run:
         """Return ``run`` with the length of the whole sequences.
 
-        ``x`` (samples, positions) is this rank's part of the sequences. Without the length the blocks would need
-        messages of their own to find it. Collective over ``group`` (one small message) if ``run.length`` is 0.
+        ``x`` (samples, positions) is this rank's part of the sequences. Without the length in ``run``, each block would
+        need messages to find it. Collective over ``group`` (one small message) if ``run.length`` is 0.
         """
         return located(run, x.shape, self.group)
 
@@ -737,16 +739,16 @@ class ContextModel:
 
     @property
     def cuts(self) -> Mapping[str, int]:
-        """The blocks of whose output the ranks of a tensor group hold parts, as in :class:`mpizero.nn.SplitModel`."""
+        """The axis of each block's output that is cut over a tensor group, as in :class:`mpizero.nn.SplitModel`."""
         return self.model.cuts if isinstance(self.model, SplitModel) else {}
 
     @property
     def outputs(self) -> int | None:
-        """Length of the prediction's last axis if tensor ranks hold parts, as in :class:`mpizero.nn.SplitModel`."""
+        """Length of the whole prediction's last axis if it is cut over a tensor group; otherwise None."""
         return self.model.outputs if isinstance(self.model, SplitModel) else None
 
     def local_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
+        """Return the shape of this rank's part of a block's output, for one sample. Not collective.
 
         ``shape`` (length, ...) is the shape of the whole output for one sample.
         """
@@ -754,17 +756,17 @@ class ContextModel:
         return self.model.local_shape(block, local) if isinstance(self.model, SplitModel) else local
 
     def gather_scores(self, y: Array) -> Array:
-        """Join the parts of the predictions that the ranks of a tensor group have, at this rank's positions.
+        """Gather the predictions at this rank's positions from the ranks of a tensor group.
 
-        ``y`` is what the last block returned on this rank. Collective over the tensor group if the model is split.
+        ``y`` is the last block's output on this rank. Collective over the tensor group if the model is split.
         """
         return whole_prediction(self.model, y)
 
     def whole_prediction(self, y: Array) -> Array:
         """Join the ranks' parts of the predictions in the order of the sequence, and return the result on every rank.
 
-        ``y`` (samples, positions, ...) is what the last block returned on this rank. Collective over ``group``, and
-        first over the tensor group if each of its ranks has a part of the predictions.
+        ``y`` (samples, positions, ...) is the last block's output on this rank. Collective over ``group``, and first
+        over the tensor group if each of its ranks has a part of the predictions.
         """
         y = self.gather_scores(y)
         lengths = gather_lengths(y.shape, self.group)

@@ -7,8 +7,8 @@ split forms of layers follow: linear maps by columns or rows, attention by heads
 block of a language model and its loss are split so that no rank holds all logits. :func:`split_model` splits the layers
 of a model.
 
-[Note: split forms] A layer does not know how it is split. :meth:`mpizero.nn.Layer.split` looks the layer's class up in
-the table ``SPLIT_FORMS``. A user's own layer overrides ``split`` instead.
+[Note: split forms] The code of a layer is independent of how the layer is split. :meth:`mpizero.nn.Layer.split` looks
+the layer's class up in the table ``SPLIT_FORMS``. A user's own layer overrides ``split`` instead.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ def part_of(spec: ParameterSpec, axis: int, ranges: Ranges) -> ParameterSpec:
 def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None:
     """Sum over the ranks, in place, the gradients of those parameters that every rank holds whole.
 
-    ``layer`` has the parameters, and ``grads`` their gradients. Before, each rank has computed these gradients from its
-    own positions of the sequences only. ``tag`` names the message in errors and traces.
+    ``layer`` has the parameters, and ``grads`` their gradients. Before the call, each rank has computed the gradients
+    from its own positions of the sequences only. ``tag`` names the message in errors and traces.
 
     Collective over ``group``, with one message.
     """
@@ -265,10 +265,10 @@ def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None
 
 
 def located(run: Run, x: Array, group: Group, layer: SequenceLayer | None = None) -> Run:
-    """Return ``run`` with the length of the whole sequences, and the ranges of positions that the group has.
+    """Return ``run`` with the length of the whole sequences, and the ranges of positions that the tensor group holds.
 
-    ``x`` (samples, positions, ...) is this rank's part of these positions. ``layer`` is the unsplit layer; None if it
-    treats each position by itself. Collective over ``group`` if ``run.length`` is 0.
+    ``x`` (samples, positions, ...) is this rank's part of these positions. ``layer`` is the unsplit layer; None if that
+    computes each position by itself. Collective over ``group`` if ``run.length`` is 0.
 
     Raises
     ------
@@ -299,7 +299,7 @@ def divisors(number: int) -> Sequence[int]:
 
 
 class SplitForm(Layer):
-    """Define the split form of a layer, ``whole``, whose output has the same shape."""
+    """Define the split form of the layer ``whole``; both have the same output shape."""
 
     whole: Layer
 
@@ -343,7 +343,7 @@ class ColumnLinear(SplitLinearBase):
     sequence : bool
         Whether inputs hold only this rank's positions of the sequences: (samples, positions of this rank, inputs). All
         positions are then gathered before the product, and again for the weight's gradient, because a rank keeps only
-        its own.
+        its own positions.
 
     Examples
     --------
@@ -374,7 +374,7 @@ class ColumnLinear(SplitLinearBase):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map ``x`` (..., inputs) to this rank's outputs (..., columns of this rank), without the bias.
 
-        Returns them and the cache. Collective over the group with ``sequence``.
+        Returns the outputs and the cache. Collective over the group if ``sequence`` is True.
         """
         weight = params["weight"]
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
@@ -386,8 +386,8 @@ class ColumnLinear(SplitLinearBase):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the sum over the ranks of ``dy @ weight.T``, and ``dy`` as a matrix for :meth:`backward_weights`.
 
-        With ``sequence`` the sum holds this rank's positions only. If the unsplit layer computes no input gradient, the
-        first result is None and nothing is sent. Collective over the group.
+        If ``sequence`` is True, the sum holds this rank's positions only. If the unsplit layer computes no input
+        gradient, the first result is None and nothing is sent. Collective over the group.
         """
         rows = dy.reshape(prod(dy.shape[:-1]), self.local_size)
         if not self.whole.input_gradient:
@@ -398,7 +398,7 @@ class ColumnLinear(SplitLinearBase):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's columns of weight and bias.
 
-        Collective over the group with ``sequence``.
+        Collective over the group if ``sequence`` is True.
         """
         x, entry = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.inputs)
@@ -460,8 +460,8 @@ class RowLinear(SplitLinearBase):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map this rank's inputs (..., rows of this rank) to the outputs (..., outputs), without the bias.
 
-        Returns the outputs and the cache. With ``sequence`` the outputs are those of this rank's positions. Collective
-        over the group.
+        Returns the outputs and the cache. If ``sequence`` is True, the outputs are those of this rank's positions.
+        Collective over the group.
         """
         weight = params["weight"]
         rows = as_rows(x, self.local_size, weight.dtype, "Linear")
@@ -472,7 +472,7 @@ class RowLinear(SplitLinearBase):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return ``dy @ weight.T`` (..., rows of this rank), and what :meth:`backward_weights` needs.
 
-        Collective over the group with ``sequence``.
+        Collective over the group if ``sequence`` is True.
         """
         rows, leave = cache
         terms = leave.backward(dy)
@@ -482,7 +482,7 @@ class RowLinear(SplitLinearBase):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's rows of the weight and of the bias.
 
-        With ``sequence`` the bias's gradient is computed from this rank's positions only. Not collective.
+        If ``sequence`` is True, the bias's gradient is computed from this rank's positions only. Not collective.
         """
         above, dy = pending
         matmul(cache[0].T, above, out=grads["weight"])
@@ -550,9 +550,9 @@ class SplitProjection(SplitForm):
         return tuple(part_of(spec, 0, self.ranges) for spec in self.whole.own_specs())
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (..., features) to the logits of this rank's classes, or with ``joined`` of all classes.
+        """Map ``x`` (..., features) to the logits of this rank's classes, or of all classes if ``joined`` is True.
 
-        Returns the logits and the cache. Collective with ``sequence`` or ``joined``.
+        Returns the logits and the cache. Collective over the group if ``sequence`` or ``joined`` is True.
         """
         weight = params["weight"]
         x = as_rows(x, self.whole.features, weight.dtype, "Projection").reshape(x.shape)
@@ -566,7 +566,7 @@ class SplitProjection(SplitForm):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the sum over the ranks of ``dy @ weight``, and what :meth:`backward_weights` needs.
 
-        With ``sequence`` the sum holds this rank's positions only. Collective over the group.
+        If ``sequence`` is True, the sum holds this rank's positions only. Collective over the group.
         """
         _, entry, join = cache
         dy = join.backward(dy) if self.joined else dy
@@ -577,7 +577,7 @@ class SplitProjection(SplitForm):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's rows of the weight.
 
-        Collective over the group with ``sequence``.
+        Collective over the group if ``sequence`` is True.
         """
         x, entry, _ = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.features)
@@ -682,7 +682,7 @@ class SplitFeedForward(FeedForwardBase):
 def dropped(dropout: Dropout, x: Array, run: Run, group: Group) -> Array:
     """Apply dropout to ``x`` (samples, positions of this rank, features) with the mask of the unsplit model.
 
-    The backward pass calls this function with ``dy``.
+    The backward pass calls this function with ``dy`` as ``x``.
     """
     if not dropout.drops(x, run):
         return x
@@ -703,7 +703,7 @@ class SplitBlock(TransformerBlockBase):
     Parameters
     ----------
     whole : TransformerBlock
-        The unsplit layer. If it is a context-parallel form, "the sequences" are the part of the context group's rank.
+        The unsplit layer. If it is a context-parallel form, the tensor ranks split the positions of their context rank.
     group : Group
         The ranks that the layer is split over.
     """
@@ -753,7 +753,7 @@ class SplitBlock(TransformerBlockBase):
 
 @dataclass(frozen=True)
 class SequenceParallel(Wrapper):
-    """Run a split block on this rank's positions, with inputs and outputs of all positions of the group."""
+    """Run a split block on this rank's positions; inputs and outputs have the positions of all ranks of the group."""
 
     layer: SplitBlock
     group: Group
@@ -813,8 +813,8 @@ class SplitEmbedding(SplitForm):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Map the ids ``x`` of all positions to vectors; return the vectors and the cache.
 
-        The vectors are those of all positions, or with ``sequence`` those of this rank's positions. Collective over the
-        group.
+        The vectors are those of all positions, or those of this rank's positions if ``sequence`` is True. Collective
+        over the group.
         """
         weight = params["weight"]
         ids = as_ids(x, self.whole.items, "Embedding").reshape(-1) - self.ranges[0][0]
@@ -832,7 +832,7 @@ class SplitEmbedding(SplitForm):
         return None, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient of this rank's rows of the table. Collective over the group with ``sequence``."""
+        """Overwrite the gradient of this rank's rows of the table. Collective over the group if ``sequence``."""
         self.add_rows(cache[0], cache[1].backward(pending), grads["weight"])
 
     def add_rows(self, ids: Array, dy: Array, gradient: Array) -> None:
@@ -850,13 +850,13 @@ class SplitEmbedding(SplitForm):
 class SplitTokenEmbedding(SplitForm):
     """Look up token ids in a table that is split by rows, add position vectors, and apply dropout.
 
-    Every rank holds the whole table of position vectors. With ``sequence`` the forward pass sends a reduce-scatter, and
-    :meth:`backward_weights` an all-gather. Without it the forward pass sends an all-reduce.
+    Every rank holds the whole table of position vectors. If ``sequence`` is True, the forward pass sends a
+    reduce-scatter, and :meth:`backward_weights` an all-gather. Otherwise the forward pass sends an all-reduce.
 
     Parameters
     ----------
     whole : TokenEmbedding
-        The unsplit layer. If it is a context-parallel form, "all positions" are those of the context group's rank.
+        The unsplit layer. If it is a context-parallel form, the tensor ranks split the positions of their context rank.
     group : Group
         The ranks that the layer is split over.
     sequence : bool
@@ -878,10 +878,10 @@ class SplitTokenEmbedding(SplitForm):
         return {"token": token, "position": position}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map the ids ``x`` (samples, length) to vectors; return them and the cache.
+        """Map the ids ``x`` (samples, length) to vectors; return the vectors and the cache.
 
-        The vectors are (samples, length, features), or (samples, positions of this rank, features) with ``sequence``.
-        Collective over the group.
+        The vectors are (samples, length, features), or (samples, positions of this rank, features) if ``sequence`` is
+        True. Collective over the group.
         """
         run = self.whole.require_ids(x, run)
         token, position, dropout = self._layers
@@ -893,14 +893,14 @@ class SplitTokenEmbedding(SplitForm):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return None, because integer ids have no gradient, and the gradient of the vectors before dropout.
 
-        :meth:`backward_weights` needs the latter. Not collective.
+        The second value is for :meth:`backward_weights`. Not collective.
         """
         return None, self._dropped(self._layers[2], dy, cache[1])
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's rows of the token table, and of the whole position table.
 
-        Collective over the group with ``sequence``.
+        Collective over the group if ``sequence`` is True.
         """
         token, position, _ = self._layers
         ids, leave = cache[0]
@@ -920,7 +920,7 @@ class SplitTokenEmbedding(SplitForm):
 
 @dataclass(frozen=True)
 class SplitHead(SplitForm, LanguageHeadBase):
-    """Apply the final norm to this rank's positions, then compute its vocabulary items' logits at all positions.
+    """Apply the final norm to this rank's positions, then compute logits of its vocabulary items at all positions.
 
     The messages are: in :meth:`forward` an all-gather, in ``backward_input`` a reduce-scatter, and in
     :meth:`backward_weights` an all-gather and an all-reduce of the norm's gradients.
@@ -1095,7 +1095,7 @@ class SplitModel:
     blocks : mapping of str to Layer
         The split blocks by name, in the order in which they run.
     loss : Loss
-        The loss. It takes what the last block returns on this rank, and the whole target.
+        The loss. It takes the last block's output on this rank, and the whole target.
     cuts : mapping of str to int
         For each block of whose output this rank holds only a part: the axis of the output that is cut by the shard
         rule, counted in the shape of one sample.
@@ -1139,23 +1139,23 @@ class SplitModel:
     def run_on(self, x: Array, run: Run) -> Run:
         """Return ``run`` with the length of the sequences in the input ``x``, if blocks work on parts of them.
 
-        Without it the blocks would need messages to find the length. Not collective.
+        Without the length in ``run``, each block would need messages to find it. Not collective.
         """
         return run.on_whole(x.shape[1]) if self.sequences and getattr(x, "ndim", 0) > 1 else run
 
     def whole_prediction(self, y: Array) -> Array:
-        """Return the whole prediction; ``y`` is what the last block returned on this rank.
+        """Return the whole prediction; ``y`` is the last block's output on this rank.
 
-        Collective over ``group`` where each rank has a part of the prediction.
+        Collective over ``group`` if each rank has a part of the prediction.
         """
         return y if self.outputs is None else Gather(self.group, y.ndim - 1, self.outputs).forward(y)
 
     def loss_on_parts(self, loss: Loss) -> Loss:
-        """Adapt a loss of whole predictions to take what the last block returns on this rank. Not collective."""
+        """Adapt a loss of whole predictions to the last block's output on this rank. Not collective."""
         return loss if self.outputs is None else JoinedLoss(loss, self.group, self.outputs)
 
     def local_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
+        """Return the shape of this rank's part of a block's output, for one sample. Not collective.
 
         ``shape`` is the shape of the whole output for one sample.
         """
@@ -1173,7 +1173,7 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
     ----------
     model : BlockModel
         A model with a method ``split(group)``, such as mpizero's own models, or a model whose blocks have this method
-        (:meth:`mpizero.nn.Layer.split`). Blocks without it stay whole on every rank.
+        (:meth:`mpizero.nn.Layer.split`). Blocks without this method stay whole on every rank.
     group : Group
         The ranks to split the model over. If there is only one, ``model`` itself is returned.
 
@@ -1239,9 +1239,9 @@ def whole_prediction(model: BlockModel, y: Array) -> Array:
 
 
 def gather_scores(model: BlockModel, y: Array) -> Array:
-    """Return the prediction for the positions that this rank has, with the scores of all classes.
+    """Return the prediction at this rank's positions, with the scores of all classes.
 
-    ``y`` is what the last block returned on this rank. Collective over the tensor group if ``model`` is split over one.
+    ``y`` is the last block's output on this rank. Collective over the tensor group if ``model`` is split over one.
     """
     join = getattr(model, "gather_scores", None)
     return whole_prediction(model, y) if join is None else join(y)

@@ -3,8 +3,8 @@
 :class:`CausalSelfAttention` (Vaswani et al., 2017) is computed by the kernels of :mod:`mpizero.kernels.attention` on
 CPUs, in this rank's threads (:func:`kernel_attention`). On GPUs, and with dropout, it is computed by batched products
 that skip most of the masked scores (:class:`BatchedHeads`): a few samples or heads at a time, so that their scores stay
-in the CPU's cache. The classes whose names end in ``Base`` hold what a layer shares with its split form. The head is
-the last block of a language model, which computes logits of its vocabulary.
+in the CPU's cache. Classes whose names end in ``Base`` have the code that a layer shares with its split form. The head
+is the last block of a language model, which computes logits of its vocabulary.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Embedding(Layer):
         return (ParameterSpec("weight", (self.items, self.features), self.init, decay=False),)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids of any shape to vectors of shape ``(*shape, features)``; return them and the cache.
+        """Map ids of any shape to vectors of shape ``(*shape, features)``; return the vectors and the cache.
 
         Raises :class:`DataError` for an id that is not in [0, ``items``).
         """
@@ -185,7 +185,7 @@ class Position(SequenceLayer):
             x[:, local] += weight[positions]
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return ``dy`` twice: it is the gradient of ``x``, and :meth:`backward_weights` needs it."""
+        """Return ``dy`` as the gradient of ``x``, and once more for :meth:`backward_weights`."""
         return dy, dy
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -250,7 +250,7 @@ class TokenEmbedding(SequenceLayer):
         return {"token": token, "position": position}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ids (samples, length) to vectors (samples, length, features); return them and the cache.
+        """Map ids (samples, length) to vectors (samples, length, features); return the vectors and the cache.
 
         Raises
         ------
@@ -268,7 +268,7 @@ class TokenEmbedding(SequenceLayer):
     def require_ids(self, x: Array, run: Run) -> Run:
         """Raise :class:`DataError` unless ``x`` has the shape (samples, length <= sequence).
 
-        Returns what :meth:`located` returns for ``x``. Collective where that is.
+        Returns ``run`` with the positions that :meth:`located` adds. Collective if :meth:`located` is.
         """
         require_array(x, "TokenEmbedding")
         run = self.located(run, x.shape)
@@ -282,7 +282,7 @@ class TokenEmbedding(SequenceLayer):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return None, because integer ids have no gradient, and the gradient of the vectors before dropout.
 
-        :meth:`backward_weights` needs the latter.
+        The second value is for :meth:`backward_weights`.
         """
         return None, self._layers[2].backward_input({}, cache[1], dy)[0]
 
@@ -343,7 +343,7 @@ BLOCK = 64
 
 
 def blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
-    """Return the ranges (start, stop) of at most ``size`` of ``length`` positions."""
+    """Return ranges (start, stop) of at most ``size`` positions each, which cover ``length`` positions."""
     return ((start, min(start + size, length)) for start in range(0, length, size))
 
 
@@ -376,7 +376,7 @@ Part = tuple[slice, slice]
 
 
 class BatchedHeads:
-    """Compute one group of heads after the other, forward and backward, in memory that is reused.
+    """Compute attention for one group of heads after the other, forward and backward, in memory that is reused.
 
     A group, here a ``Part``, is a range of the samples and a range of the heads. The heads are copied to contiguous
     memory. Strided views would need no copy, but the BLAS takes twice as long for their products.
@@ -391,7 +391,7 @@ class BatchedHeads:
         self._kernels = kernels.backend(apart).attention
 
     def attend(self, take: Callable[[slice], None] | None, *, keep: bool) -> tuple[Array, Any]:
-        """Compute attention of all heads; ``take`` puts those of some samples into ``apart`` before.
+        """Compute attention of all heads; ``take``, if given, first copies the heads of some samples to ``apart``.
 
         ``keep`` says whether the probabilities are kept for the backward pass.
         """
@@ -413,7 +413,8 @@ class BatchedHeads:
     def attend_backward(self, stored: Array | None, dmixed: Array) -> Array:
         """Return the gradient of ``qkv``, (samples, length, 3 dim).
 
-        ``stored`` are the probabilities that :meth:`attend` kept, or None, and ``dmixed`` is the gradient of the sums.
+        ``stored`` are the probabilities that :meth:`attend` kept, or None, and ``dmixed`` is the gradient of the
+        weighted sums of the values.
         """
         apart, xp = self.apart, namespace(self.apart)
         samples, length, dim = dmixed.shape
@@ -484,7 +485,7 @@ class BatchedHeads:
         return out
 
     def copied(self, x: Array, part: Part) -> Array:
-        """Return a copy of the part ``part`` of ``x`` (samples, length, dim), in the shape of :meth:`heads`."""
+        """Return samples and heads ``part`` of ``x`` (samples, length, dim), copied to the shape of :meth:`heads`."""
         some, heads = part
         rows, shape = _rows(x[some]), self.heads(0, part).shape
         out = self.room("copied", shape)
@@ -518,7 +519,7 @@ class BatchedHeads:
 
 
 class Heads(NamedTuple):
-    """Say where the queries, keys and values of all heads lie in an array.
+    """Describe the memory layout of the queries, keys and values of all heads in an array.
 
     Attributes
     ----------
@@ -527,7 +528,8 @@ class Heads(NamedTuple):
     samples, heads, length, size : int
         Numbers of samples, heads, positions and features of a head.
     steps : tuple of int
-        How many elements lie between queries and keys, between samples, between heads and between positions.
+        Strides, in elements: from queries to keys, from sample to sample, from head to head and from position to
+        position.
     """
 
     qkv: Array
@@ -546,23 +548,23 @@ class Heads(NamedTuple):
 
     @classmethod
     def of_heads(cls, apart: Array) -> Heads:
-        """Describe ``apart`` (3, samples, heads, length, size)."""
+        """Describe ``apart`` (3, samples, heads, length, size), an array in which each head is contiguous."""
         _, samples, heads, length, size = apart.shape
         head = length * size
         return cls(apart, samples, heads, length, size, (samples * heads * head, heads * head, head, size))
 
     @property
     def pairs(self) -> int:
-        """Number of heads of all samples."""
+        """Number of heads, counted over all samples."""
         return self.samples * self.heads
 
     @property
     def scores(self) -> int:
-        """Number of scores of one head."""
+        """Number of attention scores of one head of one sample."""
         return self.length * self.length
 
     def geometry(self) -> Array:
-        """Return what the kernels are told of the array."""
+        """Return sizes and strides as the integer array that the kernels take."""
         return np.array([self.heads, self.length, self.size, *self.steps], np.int64)
 
     def room(self, count: int) -> Array:
@@ -570,13 +572,13 @@ class Heads(NamedTuple):
         return np.empty(count, self.qkv.dtype)
 
     def memory(self) -> Array:
-        """Return the temporary memory that a kernel needs."""
+        """Return an array of temporary memory for a kernel."""
         from mpizero.kernels.attention import memory_size
 
         return self.room(memory_size(self.length, self.size, self.qkv.itemsize))
 
     def run(self, task: Callable[[int, int], None], operations: int) -> None:
-        """Call ``task(start, stop)`` for ranges of all heads, in as many threads as ``operations`` are worth."""
+        """Call ``task(start, stop)`` for ranges of all heads, in a number of threads that depends on ``operations``."""
         pairs = self.pairs
         if (threads := min(threads_for(operations), pairs)) <= 1:
             task(0, pairs)
@@ -602,9 +604,10 @@ def kernel_attention(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, 
 
 
 def kernel_attention_backward(heads: Heads, scale: float, stored: Array | None, dmixed: Array) -> Array:
-    """Return the gradient of queries, keys and values (samples, length, 3 dim) from ``dmixed``, that of the sums.
+    """Return the gradient of queries, keys and values (samples, length, 3 dim).
 
-    ``stored`` are the probabilities that :func:`kernel_attention` returned; if they are None, they are computed again.
+    ``dmixed`` is the gradient of the weighted sums of the values. ``stored`` are the probabilities that
+    :func:`kernel_attention` returned; if they are None, they are computed again.
     """
     from mpizero.kernels.attention import causal_attention_backward
 
@@ -649,7 +652,7 @@ class AttentionBase(Composite, Affine, SequenceLayer):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the output for ``x`` (samples, length, dim) without the projection's bias, and the cache.
 
-        Collective where the layer is split.
+        Collective if the layer is split.
         """
         require_sequences(x, self.features, "CausalSelfAttention")
         (into_qkv, projection), (local, first_head) = self._layers, self.local_heads
@@ -667,7 +670,7 @@ class AttentionBase(Composite, Affine, SequenceLayer):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
 
-        Collective where the layer is split.
+        Collective if the layer is split.
         """
         into_qkv, projection = self._layers
         (qkv_cache, projection_cache), saved = cache
@@ -775,7 +778,7 @@ class CausalSelfAttention(AttentionBase):
     def attend_heads(self, apart: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Compute attention from the heads of queries, keys and values, (3, samples, heads, length, dim / heads).
 
-        Not collective. Returns what :meth:`attend` returns; its cache holds ``apart``, which must be contiguous.
+        Not collective. Returns the two values of :meth:`attend`; the cache holds ``apart``, which must be contiguous.
         """
         if self._by_kernels(apart, run):
             return self._attend_by_kernels(apart, run, 0)
@@ -796,7 +799,7 @@ class CausalSelfAttention(AttentionBase):
         return BatchedHeads(apart, self.scale, self.probability_dropout, run, first_head)
 
     def _by_kernels(self, x: Array, run: Run) -> bool:
-        """Tell whether one kernel computes the whole attention; it knows no dropout."""
+        """Tell whether one kernel computes the whole attention; the kernel has no dropout."""
         return by_kernels(x) and not self.probability_dropout.drops(x, run)
 
     def _attend_by_kernels(self, qkv: Array, run: Run, first_head: int) -> tuple[Array, Any]:
@@ -805,7 +808,7 @@ class CausalSelfAttention(AttentionBase):
         return mixed, (qkv, stored, run, first_head)
 
     def _kernel_heads(self, qkv: Array) -> Heads:
-        """Describe the array that the cache holds: rows of a linear map, or heads that lie apart."""
+        """Describe the array in the cache: the output of a linear map, or an array with each head contiguous."""
         return Heads.of_heads(qkv) if qkv.ndim == 5 else Heads.of_rows(qkv, self.heads)
 
     def keeps_probabilities(self, length: int) -> bool:
@@ -824,8 +827,9 @@ class CausalSelfAttention(AttentionBase):
     def attend_operations(self, length: int) -> Operations:
         """Count the operations of :meth:`attend` and its backward pass for one sample of ``length`` positions.
 
-        Products of 64 queries by keys that the causal mask hides are not counted; the kernels of a CPU skip some more.
-        A GPU skips fewer of them: see :data:`mpizero.nn.transformer.BLOCK_ON_DEVICE`.
+        Scores are counted for blocks of 64 queries; keys that the causal mask hides from a whole block are left out.
+        The kernels of a CPU skip some more scores, a GPU skips fewer: see
+        :data:`mpizero.nn.transformer.BLOCK_ON_DEVICE`.
         """
         sizes = [(stop - start, stop, length - start) for start, stop in blocks(length)]
         products = sum(2 * self.dim * queries * before for queries, before, _ in sizes)
@@ -857,7 +861,7 @@ class FeedForwardBase(Composite, Affine):
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the output for ``x`` (..., dim) without the last bias, and the cache.
 
-        Collective where the layers are split.
+        Collective if the layers are split.
         """
         expand, act, projection = self._layers
         hidden, expand_cache = expand.product(params["expand"], x, run)
@@ -873,7 +877,7 @@ class FeedForwardBase(Composite, Affine):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
 
-        Collective where the layers are split.
+        Collective if the layers are split.
         """
         expand, act, projection = self._layers
         (expand_cache, projection_cache), act_cache = cache
@@ -958,7 +962,7 @@ class TransformerBlockBase(Composite, SequenceLayer):
     def _dropped(self, dropout: Dropout, x: Array, run: Run) -> Array:
         """Return ``x``, or a split block's part of it, with dropout applied.
 
-        The backward pass calls this with ``dy``. Not collective.
+        The backward pass calls this method with ``dy`` as ``x``. Not collective.
         """
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
@@ -985,7 +989,7 @@ class TransformerBlockBase(Composite, SequenceLayer):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the output for ``x`` (samples, length, dim), of the same shape, and the cache.
 
-        Collective where the layers are split.
+        Collective if the layers are split.
         """
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
@@ -1006,7 +1010,7 @@ class TransformerBlockBase(Composite, SequenceLayer):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
 
-        Collective where the layers are split.
+        Collective if the layers are split.
         """
         norm1, attention, norm2, feed_forward = self._layers
         drop1, drop2 = self._dropouts
@@ -1094,7 +1098,7 @@ class TransformerBlock(TransformerBlockBase):
 class LanguageHeadBase(Composite):
     """Apply a norm, then project onto the vocabulary; the base class of the unsplit and the split head.
 
-    If the projection's weight is tied, only the gradient of its use here is written.
+    If the projection's weight is tied, only the gradient of its use in this layer is written.
     """
 
     @property
@@ -1107,9 +1111,9 @@ class LanguageHeadBase(Composite):
         return {"norm": norm, "projection": projection}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Map ``x`` (samples, length, dim) to logits (samples, length, vocabulary); return them and the cache.
+        """Map ``x`` (samples, length, dim) to logits (samples, length, vocabulary); return the logits and the cache.
 
-        Collective where the projection is split.
+        Collective if the projection is split.
         """
         norm, projection = self._layers
         normed, norm_cache = norm.forward(params["norm"], x, run)
@@ -1120,7 +1124,7 @@ class LanguageHeadBase(Composite):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
 
-        Collective where the projection is split.
+        Collective if the projection is split.
         """
         norm, projection = self._layers
         ((norm_cache, projection_cache),) = cache
@@ -1146,7 +1150,7 @@ class LanguageHead(LanguageHeadBase):
     dim, vocabulary : int
         Number of features, and number of different ids.
     tied : str or None
-        Name of the parameter that the projection uses as its weight (the token table), or None for one of its own.
+        Name of the parameter that the projection uses as its weight (the token table), or None for a separate weight.
 
     Examples
     --------
