@@ -1,21 +1,22 @@
-"""Let each rank take the part of several: a model is split into more tiles than there are ranks, with the same bits.
+"""Let each rank compute several tiles of a model, with the bits of a group that has one rank for each tile.
 
-The tiles of a training are numbered; each rank of a group hosts as many successive ones as every other. A layer that is
-split over a :class:`VirtualGroup` computes what it would compute on a rank of a group with one rank for each tile. What
-the tiles of a process bring to a sum is added in the tree's order first, so that the real group adds the roots of
-subtrees: the bits are those of the group with one rank for each tile.
+Tiles are the parts into which layers, or sequences, are cut (docs/concepts.md). They are numbered, and each rank of a
+group hosts the same number of successive tiles. A layer that is split over a :class:`VirtualGroup` computes what it
+would compute on a rank of a group with one rank for each tile. A process first adds the terms of its own tiles, in the
+order of the binary summation tree, and the real group adds the results, which are the roots of subtrees. So sums have
+the bits of the group with one rank for each tile.
 
-:func:`run_in_turns` runs the tiles, each until it needs something from all of them, and :class:`VirtualRanks` computes
-their collectives together. :class:`TileParameters` gives each tile its part of the rank's parameters and gradients,
-:class:`TiledBlock` runs a split block for each tile, and :func:`tiled_model` splits a model over tensor and context
-groups.
+:func:`run_in_turns` runs the code of each tile until it calls a collective, and :class:`VirtualRanks` computes the
+collective for all tiles of the rank together. :class:`TileParameters` gives each tile its part of the rank's parameters
+and gradients, :class:`TiledBlock` runs a split block for each tile, and :func:`tiled_model` splits a model over tensor
+and context groups.
 
 [Note: coroutines] A layer calls a collective in the middle of its code. To run the layer for several virtual ranks in
-one process, each call has to be left where it is and continued later. Python's generators would need ``yield`` in every
-function between; threads would need locks, and a thread switch takes longer than a small layer. So the functions run as
-coroutines of the library greenlet, which switches between stacks in less than a microsecond. A coroutine starts without
-the caller's context variables, such as NumPy's error state and the dtype of products on a GPU, unless it is given a
-copy of the context.
+one process, each call has to be suspended there and resumed later. Python's generators would need ``yield`` in every
+function in between; threads would need locks, and a thread switch takes longer than a small layer. So the functions run
+as coroutines of the library greenlet, which switches between stacks in less than a microsecond. A coroutine starts
+without the caller's context variables, such as NumPy's error state and the dtype of products on a GPU, unless it is
+given a copy of the context.
 """
 
 from __future__ import annotations
@@ -63,25 +64,25 @@ from mpizero.types import Layer as AnyLayer
 
 
 class Mismatch(Exception):
-    """Raised by the ``answer`` of a :class:`Meeting` if what its members bring does not fit together."""
+    """Signal that the values of the members of a :class:`Meeting` do not match; raised by its ``answer``."""
 
 
 class Meeting:
-    """Let ``size`` coroutines wait for one another, and compute what each of them gets from what all of them bring.
+    """Synchronize ``size`` coroutines: each passes a value, and gets a result that is computed from all values.
 
     Parameters
     ----------
     size : int
-        Number of the members, which are numbered from 0.
+        Number of coroutines, the members, which are numbered from 0.
     answer : callable
-        Takes what the members bring, in the order of their numbers; returns what each of them gets.
+        Function that takes the values of all members, in the order of their numbers, and returns a result for each.
     """
 
     def __init__(self, size: int, answer: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         self.size, self.answer = size, answer
 
     def wait(self, member: int, brought: Any) -> Any:
-        """Wait until all members have come; return what member number ``member``, the caller, gets.
+        """Pass the value ``brought``, wait for all other members, and return the result for ``member``, the caller.
 
         Raises :class:`CollectiveError` if the caller does not run in :func:`run_in_turns`.
         """
@@ -99,7 +100,7 @@ class _Coroutine(greenlet):  # type: ignore[misc]  # no stubs
 
 
 class _Arrival(NamedTuple):
-    """Say that a coroutine waits at a meeting."""
+    """Record that a coroutine waits at a meeting, as which member and with which value."""
 
     meeting: Meeting
     member: int
@@ -110,16 +111,16 @@ R = TypeVar("R")
 
 
 def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
-    """Call the functions, each until it waits at a :class:`Meeting` and then on; return their results in order.
+    """Run the functions as coroutines, which are suspended at each :class:`Meeting`; return their results in order.
 
-    The order in which they run is always the same. An exception of one of them ends all. Each sees the caller's context
-    variables; what it sets in them is not seen outside.
+    The functions run in an order that is always the same. An exception in one of them ends all. Each function runs in a
+    copy of the caller's context variables.
 
     Raises
     ------
     CollectiveError
-        Functions wait at meetings to which others do not come any more, or bring what does not fit together. The error
-        names the line of each.
+        Functions wait at a meeting that others will not reach, or their values do not match. The error names the line
+        at which each function waits.
     """
     coroutines = [_Coroutine(function) for function in functions]
     for coroutine in coroutines:
@@ -154,7 +155,7 @@ def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
 
 
 def _different(came: Mapping[Meeting, Mapping[int, tuple[int, Any]]], coroutines: Sequence[greenlet]) -> str:
-    """Say what the waiting coroutines have called, and where."""
+    """Return an error text that lists which collectives the waiting coroutines have called, and where."""
     calls = (
         f"tile {member} {brought}{_location(coroutines[number])}"
         for there in came.values()
@@ -164,7 +165,7 @@ def _different(came: Mapping[Meeting, Mapping[int, tuple[int, Any]]], coroutines
 
 
 def _location(coroutine: greenlet) -> str:
-    """Return where the user's code waits in a coroutine, as " at file:line in function", or ""."""
+    """Return the user's line at which a coroutine waits, as " at file:line in function"; "" if there is none."""
     frame = coroutine.gr_frame
     while frame is not None:
         if is_users(frame.f_code.co_filename):
@@ -182,7 +183,7 @@ class _Call(NamedTuple):
 
     @property
     def comparable(self) -> tuple[Any, ...]:
-        """The settings and types that are equal in the calls of all tiles; gathers and shifts may differ in length."""
+        """Name, settings, dtypes and shapes, in which all calls must agree; gathers and shifts may differ in length."""
         sums = self.kind not in ("all_gather", "shift")
         return self.kind, self.settings, [(x.dtype, x.shape if sums else x.ndim) for x in self.arrays]
 
@@ -199,17 +200,17 @@ class VirtualRanks:
     group : Group
         The real ranks.
     size : int
-        Number of tiles of all ranks together: a multiple of the group's size by a power of two.
+        Number of tiles of all ranks together: the group's size times a power of two.
 
     Attributes
     ----------
     groups : tuple of VirtualGroup
-        For each tile of this rank, in order, the group as the tile sees it.
+        For each tile of this rank, in order, a group in which every tile is a rank.
 
     Raises
     ------
     ConfigError
-        ``size`` is no such multiple.
+        ``size`` is not the group's size times a power of two.
     """
 
     def __init__(self, group: Group, size: int) -> None:
@@ -277,7 +278,7 @@ class VirtualRanks:
         return [coming.get(member) or Arrived(received[member]) for member in range(self.hosted)]
 
     def _sum(self, terms: Sequence[Array]) -> Array:
-        """Return the sum of this rank's terms, in the tree's order, as a new contiguous array."""
+        """Return the sum of this rank's terms, in the order of the summation tree, as a new contiguous array."""
         (total,) = sums_of_parts([term.reshape(1, -1) for term in terms], 1, (terms[0].size,))
         return total.reshape(terms[0].shape)
 
@@ -289,7 +290,7 @@ class VirtualRanks:
 
 
 def _part_indices(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slice, ...]]:
-    """Return, for each of the parts of an array along ``axis``, the index that selects it."""
+    """Return the index of each part of an array that is cut along ``axis`` into parts of ``sizes``."""
     indices, start = [], 0
     for size in sizes:
         indices.append((*(slice(None),) * axis, slice(start, start + size), *(slice(None),) * (axes - axis - 1)))
@@ -298,7 +299,7 @@ def _part_indices(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slic
 
 
 class Arrived(NamedTuple):
-    """Hold the arrays of a shift within this rank; implements :class:`mpizero.types.ShiftRequest`."""
+    """Hold the arrays of a shift between tiles of this rank; implements :class:`mpizero.types.ShiftRequest`."""
 
     arrays: tuple[Array, ...]
 
@@ -313,18 +314,18 @@ class Arrived(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VirtualGroup:
-    """Represent a group as one of its tiles sees it, with one rank for each tile; implements :class:`Group`.
+    """Represent a group in which every tile is a rank, on one of the tiles; implements :class:`Group`.
 
-    Its methods are collective over all tiles: those of this process come together in :func:`run_in_turns`.
+    Its methods are collective over all tiles; the tiles of this process call them in one :func:`run_in_turns`.
 
     Parameters
     ----------
     rank, size : int
         Number of this tile, and number of all tiles.
     member : int
-        Number of this tile among those of this process.
+        Number of this tile among the tiles of this process.
     meeting : Meeting
-        Where the tiles of this process come together.
+        The synchronization point of the tiles of this process.
     """
 
     rank: int
@@ -358,11 +359,11 @@ class VirtualGroup:
         return self._wait("reduce_scatter", (x,), axis, tuple(sizes), tag)
 
     def shift(self, arrays: Sequence[Array], by: int, tag: str = "") -> ShiftRequest:
-        """Start to send ``arrays`` to tile + ``by``, and to receive as many from tile - ``by``. Collective."""
+        """Start to send ``arrays`` to tile ``rank + by``, and to receive as many from ``rank - by``. Collective."""
         request: ShiftRequest = self.meeting.wait(self.member, _Call("shift", (by, tag), tuple(arrays)))
         return request
 
-    # The checks of a real group, which need not come together for them: the error names the caller's line.
+    # The checks of a real group, made before the tiles are synchronized, so that the error names the caller's line.
 
     def _require(self, kind: str, x: Array, tag: str) -> None:
         if x.dtype.char not in "fd":
@@ -385,7 +386,7 @@ class VirtualGroup:
 
 
 class TileViews(dict[str, Any]):
-    """Hold the parameters of a tile by name, with the ``poll`` and ``gathered`` of the rank's parameters, if any."""
+    """Hold a tile's parameters by name, with the attributes ``poll`` and ``gathered`` of the rank's parameters."""
 
     __slots__ = ("gathered", "poll")
 
@@ -395,24 +396,25 @@ class TileViews(dict[str, Any]):
 
 
 class _Cut(NamedTuple):
-    """Say where the tiles of a rank lie in the array of a parameter that the rank holds, seen as a matrix.
+    """Describe which elements of a parameter's array on a rank belong to which of its tiles.
 
-    Each tile has ranges of the matrix's columns; its rows are the axes before the one that is split.
+    The array is seen as a matrix, whose rows are the axes before the one that is split. Each tile has ranges of its
+    columns.
 
     Attributes
     ----------
     rows, columns : int
         Shape of the matrix.
     in_one : bool
-        Whether the part of each tile is one range.
+        Whether each tile has only one range of columns.
     firsts : tuple
         For each tile, the index of its first range in the array.
     shapes : tuple of tuple of int
         Shape of each tile's part.
     offsets : tuple of int
-        Where the tiles' parts begin in one array that holds all of them, and at the end the size of that array.
+        Start of each tile's part in one flat array that holds the parts of all tiles, and the size of that array.
     ranges : ndarray
-        What the kernels ``split_columns`` and ``join_columns`` take.
+        Four integers for each range of columns, as the kernels ``split_columns`` and ``join_columns`` take them.
     """
 
     rows: int
@@ -455,13 +457,13 @@ class _Cut(NamedTuple):
             array[...] = contiguous
 
     def _as_reals(self, array: Array, copied: Array) -> tuple[Array, Any, Array]:
-        """Return the matrix, its ranges and the parts; of complex numbers, those of their real and imaginary parts."""
+        """Return the kernels' arguments matrix, ranges and parts, with complex numbers as pairs of real ones."""
         size = 2 if array.dtype.kind == "c" else 1
         return as_reals(array).reshape(self.rows, size * self.columns), size * self.ranges, as_reals(copied)
 
 
 class _Copied(NamedTuple):
-    """Hold copies of the tiles' parts of a gradient: by which cut, the copies, and the gradient."""
+    """Hold copies of the tiles' parts of a gradient (``parts``), how it is cut, and the gradient itself (``array``)."""
 
     cut: _Cut
     parts: Array
@@ -475,19 +477,19 @@ class TileParameters:
     Parameters
     ----------
     declared : tuple of tuple of ParameterSpec
-        For each tile, the parameters of its split form.
+        For each tile, the specs of the parameters of its split form.
     """
 
     declared: tuple[tuple[ParameterSpec, ...], ...]
 
     @cached_property
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """The parameters that the rank holds: of a split one, the union of the tiles' parts."""
+        """The parameters that the rank holds; for a split parameter, the union of the tiles' parts."""
         return tuple(_union(specs) for specs in zip(*self.declared, strict=True))
 
     @cached_property
     def _cuts(self) -> dict[str, Any]:
-        """For each parameter its cut, or None if every tile holds it whole; nested by name as parameters are."""
+        """The cut of each parameter, or None if every tile holds it whole; in dictionaries nested by name."""
         return nested({spec.name: None if spec.part is None else _cut(spec) for spec in self.specs})
 
     @cached_property
@@ -502,9 +504,9 @@ class TileParameters:
     def gradients(self, grads: Params) -> tuple[list[Params], list[_Copied]]:
         """Return arrays that each tile writes its gradients to, and what :meth:`collect` needs.
 
-        They are views of ``grads``, or copies, from which :meth:`collect` copies back. From the second tile on, those
-        of the parameters that every tile holds whole are new arrays, as all tiles compute the same gradients of these;
-        so are integer arrays, which hold the old values.
+        The arrays are views of ``grads``, or copies that :meth:`collect` copies back. Of a parameter that every tile
+        holds whole, all tiles compute the same gradient: the first tile writes it to ``grads``, the others write to new
+        arrays. The same holds for integer arrays; the new ones hold the old values.
         """
         count = len(self.declared)
         copies: list[_Copied] = []
@@ -513,7 +515,7 @@ class TileParameters:
         return [_like(grads, views) for views in _gradients(self._cuts, grads, count, copies)], copies
 
     def collect(self, copies: Sequence[_Copied]) -> None:
-        """Copy to the gradients what tiles have written to copies."""
+        """Copy gradients that tiles have written to copies back to the rank's arrays."""
         for cut, parts, array in copies:
             cut.write_back(parts, array)
 
@@ -548,14 +550,15 @@ def _gradients(cuts: Mapping[str, Any], grads: Any, count: int, copies: list[_Co
 
 
 def _new_gradient(array: Array) -> Array:
-    """Return a new array for a tile's gradient, or for the new value of an integer array, which starts as the old."""
+    """Return a new array for a tile's gradient, or a copy of an integer array, for its new value."""
     return array.copy() if array.dtype.kind in "iub" else namespace(array).empty_like(array)
 
 
 def copied(grads: Any) -> Any:
-    """Return new arrays for gradients, which hold what these hold wherever that may be a mark.
+    """Return new arrays like ``grads``, with the values of integer arrays and of arrays that may hold NaN marks.
 
-    By marks, which are NaN, it is found that a layer does not write a gradient. Copying all would cost a pass.
+    NaN marks show which gradients a layer does not write. Other arrays are uninitialized, because copying them would
+    cost a pass over memory.
     """
     if isinstance(grads, Mapping):
         return _like(grads, {name: copied(value) for name, value in grads.items()})
@@ -570,7 +573,8 @@ def _like(grads: Any, views: dict[str, Any]) -> Params:
 def require_equal_integers(targets: Sequence[Any], path: str = "") -> None:
     """Raise :class:`LayoutError` if tiles have written different new values to an integer array.
 
-    ``targets`` are what the tiles wrote their gradients to; ``path`` precedes the names of their arrays.
+    ``targets`` are the dictionaries that the tiles wrote their gradients to; ``path`` is the prefix of the names in
+    messages.
     """
     for name, value in targets[0].items():
         if isinstance(value, Mapping):
@@ -608,12 +612,12 @@ def _cut(spec: ParameterSpec) -> _Cut:
 
 
 def _aligned(size: int) -> int:
-    """Return the next multiple of 16 numbers, so that every tile's part begins as the first does in a cache line."""
+    """Round up to a multiple of 16, so that every tile's part begins at the same place in a cache line as the first."""
     return -size // 16 * -16
 
 
 def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:
-    """Return the spec of the union of the parts that the tiles hold of one parameter."""
+    """Return the spec of the union of the tiles' parts of one parameter."""
     first = specs[0]
     parts = [spec.part for spec in specs if spec.part is not None]
     if not parts:
@@ -626,7 +630,7 @@ def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:
 
 
 class Hosted(NamedTuple):
-    """Describe the tiles of one axis that a rank hosts: their numbers, and the number of tiles of all ranks."""
+    """Describe the tiles of one axis that a rank hosts: their numbers, and how many tiles all ranks have together."""
 
     local: range
     size: int
@@ -634,11 +638,11 @@ class Hosted(NamedTuple):
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Number the tiles of a rank: tiles along sequences (context), and in each of these tiles of layers (tensor).
+    """Number the tiles of a rank: context tiles (parts of sequences), and in each of these tensor tiles (of layers).
 
-    With n tensor tiles on this rank, tile ``c * n + t`` is its tensor tile t of its context tile c. Of the activations
-    between blocks a rank holds those of its context tiles, one after the other along the axis of positions; each of
-    these consists of the parts of its tensor tiles, one after the other along the axis that they are cut along.
+    With n tensor tiles on this rank, tile ``c * n + t`` is tensor tile t in context tile c. The activations between
+    blocks that a rank holds are those of its context tiles, concatenated along the axis of positions. The activations
+    of a context tile are those of its tensor tiles, concatenated along the axis that is cut over tensor tiles.
 
     Parameters
     ----------
@@ -660,10 +664,10 @@ class TileGrid:
         return len(self.context.local)
 
     def cut(self, x: Any, length: int, axis: int | None) -> list[Any]:
-        """Return each tile's part of ``x``, which the rank holds: an array, or a tree if tensor tiles do not cut it.
+        """Return each tile's part of the rank's activations ``x``: an array, or a tree if tensor tiles do not cut it.
 
         ``length`` is the number of positions of the whole sequences; it is not used if the rank has one context tile.
-        ``axis`` is the axis that is cut over the tensor tiles, or None if each of them holds the whole.
+        ``axis`` is the axis that is cut over the tensor tiles, or None if each tensor tile holds the whole array.
         """
         if self.along == 1:
             return [x] * self.across if axis is None else _parts(x, axis, Partition(x.shape[axis], self.across).sizes())
@@ -686,14 +690,14 @@ class TileGrid:
         return [row for row in rows for _ in range(self.across)]
 
     def _sizes(self, positions: int, axis: int | None) -> tuple[int, ...]:
-        """Return how many of a context tile's positions this rank holds, for each part that they are cut into."""
+        """Return how many of a context tile's positions each tensor tile has; ``(positions,)`` if ``axis`` is not 1."""
         if axis != 1:
             return (positions,)
         sizes = Partition(positions, self.tensor.size).sizes()
         return tuple(sizes[tile] for tile in self.tensor.local)
 
     def join(self, parts: Sequence[Any], axis: int | None) -> Any:
-        """Return what the rank holds from the parts of its tiles; the inverse of :meth:`cut`."""
+        """Join the tiles' parts to the activations that the rank holds; the inverse of :meth:`cut`."""
         rows = [parts[start : start + self.across] for start in range(0, len(parts), self.across)]
         joined = [row[0] if axis is None else _joined(row, axis) for row in rows]
         return joined[0] if len(joined) == 1 else combine_leaves(partial(_joined, axis=1), joined)
@@ -728,19 +732,20 @@ class _Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class TiledBlock(Layer):
-    """Run the split forms of a block for all tiles of a rank, in turns.
+    """Run the split forms of a block for all tiles of a rank, by :func:`run_in_turns`.
 
     Parameters
     ----------
     forms : tuple of Layer
         The split form of the block for each tile of the rank; see :class:`TileGrid` for their order.
     grid : TileGrid
-        Numbers of tiles.
+        The tiles of the rank.
     entry, exit : int or None
-        The axis of the input and of the output that is cut over the tensor tiles; None if each of them has the whole.
+        The axis of the input and of the output that is cut over the tensor tiles; None if each tile has the whole
+        array.
     takes_parts, gives_parts : bool
-        Whether the input and the output are tuples of the tiles' parts, and not joined: the block before, or after,
-        is tiled and on this rank, too.
+        Whether the input and the output are tuples of the tiles' parts instead of joined arrays. They are if the block
+        before (or after) is also tiled, and on this rank.
     """
 
     forms: tuple[Layer, ...]
@@ -755,12 +760,12 @@ class TiledBlock(Layer):
         return TileParameters(tuple(form.specs() for form in self.forms[: self.grid.across]))
 
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the parameters that this rank holds: of a split one, the parts of all of its tiles."""
+        """Describe the parameters that this rank holds; for a split parameter, the parts of all of its tiles."""
         return self._parameters.specs
 
     @property
     def stands_for(self) -> Layer:
-        """The layer that errors name: the split form of the first tile."""
+        """The layer that error messages name: the split form of the first tile."""
         return self.forms[0]
 
     def integers(self) -> tuple[IntegerSpec, ...]:
@@ -781,11 +786,11 @@ class TiledBlock(Layer):
         return output, _Cache(run.length, [cache for _, cache in results])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Compute the gradient of the input for all tiles. Collective over the groups."""
+        """Compute the gradient of the input for all tiles. Collective over the groups that the block is split over."""
         return self._inputs(self._views(params), cache, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients; those of the context tiles are added in the tree's order. Collective."""
+        """Overwrite the gradients, summed over context tiles in the order of the summation tree. Collective."""
         self._weights(self._views(params), cache, pending, grads)
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
@@ -803,9 +808,10 @@ class TiledBlock(Layer):
 
     @cached_property
     def _has_halves(self) -> bool:
-        """Tell whether the halves of a backward pass run one after the other: context tiles need less memory then.
+        """Tell whether :meth:`backward` calls ``backward_input`` of all tiles, then ``backward_weights`` of all tiles.
 
-        Each has gradients of its own, which are there in the second half only.
+        That takes less memory with several context tiles: each has gradients of its own, which exist in the second half
+        only.
         """
         return self.grid.along > 1 and all(hasattr(form, "backward_input") for form in self.forms)
 
@@ -821,7 +827,7 @@ class TiledBlock(Layer):
 
     @contextmanager
     def _gradients(self, grads: Params) -> Iterator[list[Params]]:
-        """Give each tile arrays for its gradients, and collect these in ``grads`` at the end."""
+        """Yield arrays for the gradients of each tile; at the end, collect the gradients in ``grads``."""
         copies_of_grads = [grads, *(copied(grads) for _ in range(self.grid.along - 1))]
         divided = [self._parameters.gradients(one) for one in copies_of_grads]
         targets = [target for row, _ in divided for target in row]
@@ -854,7 +860,7 @@ class TiledBlock(Layer):
 
 
 def _add_up(trees: Sequence[Any]) -> None:
-    """Write the sum of the arrays of all trees, in the tree's order, to those of the first."""
+    """Add the arrays of ``trees`` in the order of the summation tree; write the sums to the arrays of the first."""
     for name, value in trees[0].items():
         below = [tree[name] for tree in trees]
         if isinstance(value, dict):
@@ -866,7 +872,7 @@ def _add_up(trees: Sequence[Any]) -> None:
 def tiled_model(
     model: BlockModel, tensor: Group, context: Group, virtual_ranks: tuple[int, int], ends: Container[str] = ()
 ) -> BlockModel:
-    """Split a model over a tensor and a context group, with the bits of groups of as many ranks as there are tiles.
+    """Split a model over a tensor and a context group, with the bits of groups that have one rank for each tile.
 
     Not collective.
 
@@ -875,17 +881,17 @@ def tiled_model(
     model : BlockModel
         The whole model.
     tensor, context : Group
-        The ranks that its layers, and that sequences are split over.
+        The ranks over which layers, and over which sequences are split.
     virtual_ranks : tuple of int
-        Numbers of tiles of both groups: multiples of their sizes by powers of two.
+        Numbers of tensor tiles and of context tiles: the groups' sizes times powers of two.
     ends : container of str
         The blocks whose outputs are sent to other pipeline stages.
 
     Returns
     -------
     BlockModel
-        ``model`` itself if both numbers are 1. Without several tiles on a rank, the split model; else a
-        :class:`TiledModel`, whose blocks run the split blocks of the rank's tiles in turns.
+        ``model`` itself if both numbers are 1; the split model if every rank has one tile; otherwise a
+        :class:`TiledModel`, whose blocks run the split blocks of all tiles of the rank.
 
     Raises
     ------
@@ -925,7 +931,7 @@ class TiledLoss:
     losses : tuple of Loss
         The loss of each tile.
     grid : TileGrid
-        Numbers of tiles.
+        The tiles of the rank.
     axis : int or None
         The axis of predictions that is cut over the tensor tiles.
     context : Group
@@ -967,7 +973,7 @@ class TiledModel:
     forms : tuple of SplitModel or ContextModel
         The split model of each tile of the rank; see :class:`TileGrid` for their order.
     grid : TileGrid
-        Numbers of tiles.
+        The tiles of the rank.
     context : Group
         The real ranks that sequences are split over.
     ends : container of str
@@ -994,7 +1000,7 @@ class TiledModel:
     def blocks(self) -> Mapping[str, AnyLayer]:
         """The blocks by name, in the order in which they run; each runs its split forms for all tiles of the rank.
 
-        A block that no axis splits is the unsplit block, which runs once.
+        A block that neither group splits is the unsplit block, which runs once.
         """
         names = list(self.whole.blocks)
         cuts = [getattr(self.forms[0], "cuts", {}).get(name) for name in names]
@@ -1016,11 +1022,11 @@ class TiledModel:
 
     @property
     def loss(self) -> Loss:
-        """The loss of what the last block returns on this rank."""
+        """The loss, which takes the last block's output on this rank."""
         return self._tiled([form.loss for form in self.forms])
 
     def loss_on_parts(self, loss: Loss) -> Loss:
-        """Adapt a loss of whole predictions to take what the last block returns on this rank. Not collective."""
+        """Adapt a loss of whole predictions to the last block's output on this rank. Not collective."""
         return self._tiled([form.loss_on_parts(loss) for form in self.forms])
 
     def _tiled(self, losses: Sequence[Loss]) -> Loss:
@@ -1040,7 +1046,7 @@ class TiledModel:
         return replace(runs[0], ranges=()) if self.grid.along > 1 else runs[0]  # each tile finds its own
 
     def whole_prediction(self, y: Array) -> Array:
-        """Return the whole prediction; ``y`` is what the last block returned on this rank.
+        """Return the whole prediction; ``y`` is the last block's output on this rank.
 
         Collective over the groups.
         """
@@ -1060,7 +1066,7 @@ class TiledModel:
         return run_in_turns([partial(join, form, part) for form, part in zip(self.forms, parts, strict=True)])
 
     def local_shape(self, block: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of what this rank holds of a block's output, for one sample. Not collective.
+        """Return the shape of this rank's part of a block's output, for one sample. Not collective.
 
         ``shape`` is the shape of the whole output for one sample.
         """
@@ -1073,7 +1079,7 @@ class TiledModel:
 
 
 def _global_length(x: Array, context: Group) -> int:
-    """Return the number of positions of whole sequences; ``x`` has those of this rank.
+    """Return the number of positions of whole sequences; ``x`` has this rank's positions along axis 1.
 
     Collective over ``context``.
     """
