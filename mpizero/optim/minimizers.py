@@ -1,9 +1,9 @@
 """Minimize a function of all parameters together: L-BFGS with bounds, conjugate gradients, and Newton's method.
 
-A :class:`VectorMethod` looks at the whole vector of parameters, and keeps what it has reached in a
-:class:`MethodProgress`; :class:`VectorSolver` runs it, one evaluation after the other. A :class:`SearchingMethod`
-chooses a direction and searches along it (:class:`LineSearch`): :class:`LBFGS` and :class:`NonlinearCG` do.
-:class:`NewtonCG` is Newton's method with conjugate gradients in a trust region.
+A :class:`VectorMethod` updates the vector of all parameters, and keeps its scalar state in a :class:`MethodProgress`;
+:class:`VectorSolver` runs the method, one evaluation after the other. A :class:`SearchingMethod` chooses a direction
+and searches along it (:class:`LineSearch`): :class:`LBFGS` and :class:`NonlinearCG` are such methods. :class:`NewtonCG`
+is Newton's method with conjugate gradients in a trust region.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ POINT, GRADIENT, DIRECTION = "point", "gradient", "direction"
 
 @dataclass
 class MethodProgress:
-    """Hold what a method knows besides its vectors; the same on all ranks.
+    """Hold the scalar state of a :class:`VectorMethod`, which is the same on all ranks.
 
     Attributes
     ----------
     stage : str
-        What the next evaluation is for: "first" is that of the start values, "search" one of the line search, and
-        "product" one for a product with the Hessian. "done" if no further evaluation is wanted.
+        Purpose of the next evaluation: "first" evaluates the start values, "search" a trial point, and "product" a
+        point for a product with the Hessian. "done" means that the method has ended.
     iterations, evaluations : int
-        How many there have been.
+        Numbers of iterations and of evaluations so far.
     loss, norm : float
         Loss and largest magnitude of the gradient at the last iterate.
     least_norm, stalls : float and int
-        The smallest such magnitude so far, and how many of the last iterates have lowered neither it nor the loss.
+        The smallest ``norm`` so far, and the number of last iterates in a row that lowered neither it nor the loss.
     converged : bool
         Whether the method has ended because it has converged.
     message : str
         Why the method has ended.
     along, step : str and float
-        The next evaluation is at ``POINT`` plus ``step`` times the vector of this name; "" at first.
+        The next evaluation is at ``POINT`` plus ``step`` times the vector named ``along`` ("" for the first
+        evaluation).
     search : LineSearch or None
-        The state of the line search, of methods that have one.
+        The state of the line search; None for methods without a line search.
     numbers : dict of str to list of float
-        Further scalars of a method.
+        Other scalars of a method, by name.
     """
 
     stage: Stage = "first"
@@ -71,12 +72,12 @@ class MethodProgress:
     numbers: dict[str, list[float]] = field(default_factory=dict)
 
     def saved(self) -> dict[str, Any]:
-        """Return the progress as values for JSON, which keep every bit."""
+        """Return the progress as a dictionary for JSON, without loss of bits."""
         return asdict(self)
 
     @classmethod
     def restored(cls, saved: Any) -> Self:
-        """Return the progress that :meth:`saved` returned.
+        """Make a progress from the dictionary that :meth:`saved` returned.
 
         Raises
         ------
@@ -93,7 +94,7 @@ class MethodProgress:
         return made
 
     def end(self, message: str, *, converged: bool) -> None:
-        """Want no further evaluation."""
+        """End the method; ``message`` says why."""
         self.stage, self.message, self.converged = "done", message, converged
 
 
@@ -107,7 +108,7 @@ def is_progress(value: object) -> bool:
 
 
 def _fields(kind: type, saved: Any) -> dict[str, Any]:
-    """Return the values of a dataclass's fields, after checking their types: a file may hold any JSON."""
+    """Check the types of a dataclass's fields read from a file, which may hold any JSON; return the fields."""
     expected = {f.name: getattr(kind(), f.name) for f in fields(kind)}
     if not isinstance(saved, Mapping) or saved.keys() != expected.keys():
         raise ValueError(f"{saved!r:.80} has not the entries {', '.join(expected)}")
@@ -118,7 +119,7 @@ def _fields(kind: type, saved: Any) -> dict[str, Any]:
     return dict(saved)
 
 
-#: So many iterations that lower neither the loss nor the gradient end a method.
+#: Number of iterations in a row that lower neither the loss nor the gradient, after which a method ends.
 _STALLS = 5
 
 
@@ -126,21 +127,22 @@ _STALLS = 5
 class VectorMethod(Settings, ABC):
     """Minimize a function of all parameters together; a step is one evaluation of the function and its gradient.
 
-    Every step must be given the same samples, all of them. It ends with the parameters at which the next evaluation is
-    wanted: those of a trial, until a trial is good enough to become the next iterate.
+    Every step must be given all samples, the same ones each time. A step sets the parameters to the point of the next
+    evaluation: a trial point, until one is good enough to become the next iterate.
 
     Attributes
     ----------
     gtol : float
-        The method has converged if no element of the gradient has a larger magnitude (of the projected gradient, if
-        there are bounds).
+        The method has converged if no element of the gradient (with bounds, of the projected gradient) has a larger
+        magnitude.
     ftol : float
-        It has also converged if an iteration lowers the loss by no more than this part of it (or of 1, if it is
-        smaller). With 0 it has only if several iterations lower neither the loss nor the gradient.
+        The method has also converged if an iteration lowers the loss by at most ``ftol * max(abs(loss), 1)``. With 0
+        there is no such limit, but several iterations in a row that lower neither the loss nor the gradient end the
+        method.
     regularization : dict of str to callable, or None
         Terms that are added to the loss, by the names of parameters or patterns of names: :class:`Tikhonov`,
         :class:`TotalVariation`, or the user's own. ``term(values)`` is called on one rank with the whole parameter, and
-        returns the value and the gradient, an array of its shape.
+        returns the value and the gradient, an array of the parameter's shape.
 
     Examples
     --------
@@ -157,7 +159,7 @@ class VectorMethod(Settings, ABC):
     ftol: float = setting(0.0, number(), resume="never")
     regularization: Any = None
 
-    #: Part of the interface of optimizers: such a method updates no flat arrays by itself.
+    #: Part of the interface of optimizers: a method does not update flat arrays element by element.
     needs_tensor_norms: ClassVar[bool] = False
     needs_whole_tensors: ClassVar[bool] = False
     elementwise_kernel: ClassVar[bool] = False
@@ -174,7 +176,7 @@ class VectorMethod(Settings, ABC):
         return None
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise :class:`~mpizero.errors.ConfigError` if bounds, say, are for parameters that a model lacks."""
+        """Raise :class:`~mpizero.errors.ConfigError` if bounds, factors or terms are for unknown parameters."""
         for option in (self.bounds, self.preconditioner, self.regularization):
             if option is not None:
                 option.check_names(names, type(self).__name__)
@@ -198,13 +200,13 @@ class VectorMethod(Settings, ABC):
         return 0
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
-        """Return no scalars: the update needs those of :class:`MethodProgress`."""
+        """Return an empty array, because the scalars of a method are in :class:`MethodProgress`."""
         return np.zeros(0, dtype)
 
     # ------------------------------------------------------------------ one evaluation
 
     def advance(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
-        """Take the loss at the parameters, whose gradient is in ``TRIAL``; set the parameters to the next ones.
+        """Process the loss at the parameters (gradient in ``TRIAL``); set the parameters to the next point to evaluate.
 
         Collective over the ranks of ``space``.
         """
@@ -220,7 +222,7 @@ class VectorMethod(Settings, ABC):
                 self._go_on(space, progress)
 
     def retry(self, space: VectorSpace, progress: MethodProgress) -> bool:
-        """Take notice that loss or gradient are infinite or NaN; tell whether another trial can be made. Collective."""
+        """Process an infinite or NaN loss or gradient; tell whether the parameters were changed. Collective."""
         if progress.stage in ("first", "done"):
             return False
         progress.evaluations += 1
@@ -228,18 +230,18 @@ class VectorMethod(Settings, ABC):
         return True
 
     def place(self, space: VectorSpace, progress: MethodProgress, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate, or to those of the next evaluation. Not collective."""
+        """Set the parameters to the last iterate, or to the next point to evaluate. Not collective."""
         if progress.along:
             space.move(POINT, 0.0 if iterate or progress.stage == "done" else progress.step, progress.along)
 
     @staticmethod
     def _want(space: VectorSpace, progress: MethodProgress, stage: Stage, step: float, along: str) -> None:
-        """Set the parameters to ``POINT`` plus ``step`` times the vector ``along``, to be evaluated next."""
+        """Request an evaluation at ``POINT`` plus ``step`` times the vector ``along``, and set the parameters to it."""
         progress.stage, progress.step, progress.along = stage, step, along
         space.move(POINT, step, along)
 
     def _accept(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
-        """Make the last trial the next iterate, and go on from there unless the method has converged. Collective."""
+        """Make the last trial the next iterate; begin an iteration unless the method has converged. Collective."""
         before = progress.loss
         progress.iterations += 1
         self._set_iterate(space, progress, loss)
@@ -265,7 +267,7 @@ class VectorMethod(Settings, ABC):
         return progress.stage == "done"
 
     def _give_up(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """End at the last iterate, because nothing lowers the loss."""
+        """End at the last iterate, because no step lowers the loss."""
         space.move(POINT, 0.0, DIRECTION)
         progress.end(
             "no step along the negative gradient lowers the loss: it is as small as rounding allows, or the gradient "
@@ -277,67 +279,67 @@ class VectorMethod(Settings, ABC):
 
     @abstractmethod
     def _go_on(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Want an evaluation, at an iterate that has just been reached. Collective."""
+        """Begin an iteration at a new iterate: request its first evaluation. Collective."""
 
     @abstractmethod
     def _take(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
-        """Take the evaluation that was wanted; the loss is infinite if there was none. Collective."""
+        """Process the evaluation that was requested; ``loss`` is infinite if it was not finite. Collective."""
 
 
 class VectorSolver:
-    """Run a method of whole vectors on the vectors of a space.
+    """Run a :class:`VectorMethod` on the vectors of a :class:`VectorSpace`.
 
     Attributes
     ----------
     progress : MethodProgress
-        What the method has reached.
+        The scalar state of the method.
     """
 
     def __init__(self, method: VectorMethod, space: VectorSpace) -> None:
         self._method, self._space, self.progress = method, space, MethodProgress()
 
     def advance(self, loss: float) -> None:
-        """Take the loss at the parameters, and set them to the next ones. Collective over all ranks."""
+        """Process the loss at the parameters; set them to the next point to evaluate. Collective over all ranks."""
         self._method.advance(self._space, self.progress, loss)
 
     def retry(self) -> bool:
-        """Take notice that the loss or its gradient is infinite or NaN; tell whether the parameters were changed.
+        """Process an infinite or NaN loss or gradient; tell whether the parameters were changed.
 
         Collective over all ranks.
         """
         return self._method.retry(self._space, self.progress)
 
     def place(self, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate, or to those that the method wants to be evaluated next.
+        """Set the parameters to the last iterate, or to the next point to evaluate.
 
-        Not collective. Before the first evaluation both are the start values, which stay as they are.
+        Not collective. Before the first evaluation both are the start values, and nothing is changed.
         """
         self._method.place(self._space, self.progress, iterate=iterate)
 
     def restore(self, saved: Any) -> None:
-        """Go on with the progress that ``progress.saved()`` has returned. Not collective."""
+        """Continue from a progress that ``progress.saved()`` has returned. Not collective."""
         self.progress = MethodProgress.restored(saved)
 
 
 class Point(NamedTuple):
-    """Hold a step, and the function's value and slope there."""
+    """Hold a step of a line search, and the function's value and slope at this step."""
 
     step: float
     value: float
     slope: float
 
     def tilted(self, slope: float) -> Point:
-        """Return the point of the function less a line of this slope through the origin."""
+        """Return the point with a line of this slope through the origin subtracted from the function."""
         return Point(self.step, self.value - self.step * slope, self.slope - slope)
 
 
-#: An interval that has not shrunk to this part of its length in two evaluations is halved (section 4).
+#: An interval that has not shrunk to this fraction of its length in two evaluations is halved (section 4).
 _SHRINK = 0.66
-#: While there is no interval, the next step is so many times further from the best step, at least and at most.
+#: Least and greatest factor by which the distance from the best step grows while there is no interval.
 _GROWTH = 1.1, 4.0
-#: An interval below this part of its upper end cannot be made smaller.
+#: An interval whose length is below this fraction of its upper end is not made smaller.
 _SMALLEST = 1e-8
-#: A step at which the function is infinite or NaN is shortened to this part of its distance from the best one.
+#: A step at which the function is infinite or NaN is shortened to this fraction of its distance from the best step.
 _CUT = 0.1
 
 Outcome = Literal["searching", "found", "longest", "stuck"]
@@ -345,36 +347,36 @@ Outcome = Literal["searching", "found", "longest", "stuck"]
 
 @dataclass
 class LineSearch:
-    """Search a step in (0, ``longest``] with enough decrease and a small slope, one evaluation at a time.
+    """Search for a step in (0, ``longest``] with enough decrease and a small slope, one evaluation at a time.
 
-    The method is that of Moré & Thuente (1994), "Line search algorithms with guaranteed sufficient decrease". An
-    interval that contains such steps is made smaller with every evaluation; the next step is the minimizer of a cubic
-    or quadratic interpolant (section 4).
+    The method is that of Moré & Thuente (1994), "Line search algorithms with guaranteed sufficient decrease". Every
+    evaluation shrinks an interval that contains such steps; the next step is the minimizer of a cubic or quadratic
+    interpolant (section 4).
 
-    These are the conditions ``value <= start.value + decrease * step * start.slope`` and ``abs(slope) <= curvature *
-    abs(start.slope)``. A value that may differ from that of the start by rounding only says nothing; the one that
-    follows from the slopes, ``start.value + step * (start.slope + slope) / 2``, takes its place. The first condition
-    is then ``slope <= (2 * decrease - 1) * start.slope``, as in Hager & Zhang 2005, "A new conjugate gradient method
-    with guaranteed descent and an efficient line search", section 4.
+    The conditions are ``value <= start.value + decrease * step * start.slope`` and ``abs(slope) <= curvature *
+    abs(start.slope)``. A value that differs from ``start.value`` by no more than ``rounding`` is replaced by
+    ``start.value + step * (start.slope + slope) / 2``, which follows from the slopes. The first condition is then
+    ``slope <= (2 * decrease - 1) * start.slope``, as in Hager & Zhang 2005, "A new conjugate gradient method with
+    guaranteed descent and an efficient line search", section 4.
 
     Attributes
     ----------
     start : Point
-        The function at step 0, where it falls.
+        The function at step 0, where its slope is negative.
     step : float
         The step to evaluate next.
     decrease, curvature : float
         The constants of the conditions, 0 < ``decrease`` < ``curvature`` < 1.
     longest : float
-        The longest step.
+        The longest step allowed.
     most : int
         The number of evaluations after which the search gives up.
     rounding : float
-        Values that differ by no more than this may differ by rounding only.
+        Values that differ by no more than this number may differ because of rounding only.
     best : Point
-        The end of the interval at which the function is smallest.
+        The end of the interval at which the function has the smallest value so far.
     other : Point
-        The other end; the same point while there is no interval.
+        The other end of the interval; ``start`` while there is no interval.
     """
 
     start: Point = Point(0.0, 0.0, 0.0)
@@ -394,7 +396,7 @@ class LineSearch:
     length_before: float = 0.0
 
     def __post_init__(self) -> None:
-        """Begin at the start, unless the search has begun before, and a checkpoint tells how far it is."""
+        """Begin at ``start``, unless the fields are those of a search that has already made evaluations."""
         self.start, self.best, self.other = Point(*self.start), Point(*self.best), Point(*self.other)
         if not self.evaluations:
             self.best = self.other = self.start
@@ -402,7 +404,7 @@ class LineSearch:
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the search whose fields are ``saved``; a point may be a list of three numbers.
+        """Make a search from the fields ``saved``; a point may be a list of three numbers.
 
         Raises
         ------
@@ -416,7 +418,7 @@ class LineSearch:
         return made
 
     def tell(self, value: float, slope: float) -> Outcome:
-        """Take the function's value and slope at :attr:`step`, and set :attr:`step` to the next one if there is any.
+        """Process the function's value and slope at :attr:`step`, and set :attr:`step` to the next one if there is any.
 
         Returns
         -------
@@ -447,7 +449,7 @@ class LineSearch:
         return self._check()
 
     def _shorten(self) -> Outcome:
-        """Take a shorter step than one at which the function has no value."""
+        """Choose a shorter step, because the function is infinite or NaN at the last one."""
         self.longest = self.step
         self.step = self.best.step + _CUT * (self.step - self.best.step)
         return "stuck" if self.evaluations >= self.most or self.step <= self.best.step else "searching"
@@ -455,8 +457,8 @@ class LineSearch:
     def _narrow(self, point: Point, line: float) -> None:
         """Replace an end of the interval by ``point``, and choose the next step (section 4).
 
-        The comparisons are those of the function less a line of slope ``line``: until a step with enough decrease is
-        found, its interval is the one that must contain such steps (section 2).
+        Points are compared after a line of slope ``line`` is subtracted from the function: until a step with enough
+        decrease is found, the interval for this difference contains such steps (section 2).
         """
         ends = (self.best.tilted(line), self.other.tilted(line), point.tilted(line))
         best, _, trial = ends
@@ -476,14 +478,14 @@ class LineSearch:
         self.step = min(max(step, 0.0), self.longest)
 
     def _limits(self) -> tuple[float, float]:
-        """Return the smallest and the largest step that may come next."""
+        """Return the smallest and the largest value that the next step may have."""
         if self.bracketed:
             return min(self.best.step, self.other.step), max(self.best.step, self.other.step)
         beyond = self.step - self.best.step
         return self.step + _GROWTH[0] * beyond, min(self.step + _GROWTH[1] * beyond, self.longest)
 
     def _check(self) -> Outcome:
-        """Tell whether the step that was chosen can be tried; otherwise choose the best one, if that is good enough."""
+        """Tell whether the chosen step can be evaluated; otherwise choose the best step if it has enough decrease."""
         least, most = self._limits()
         small = self.bracketed and (not least < self.step < most or most - least <= _SMALLEST * most)
         if not small and self.evaluations < self.most:
@@ -507,7 +509,7 @@ def _trial_step(best: Point, other: Point, trial: Point, *, bracketed: bool, lea
     forward = trial.step > best.step
     if abs(trial.slope) >= abs(best.slope):
         return _cubic(other, trial) if bracketed else (most if forward else least)
-    if (cubic - trial.step) * (trial.step - best.step) <= 0.0:  # the cubic falls without end, or turns behind
+    if (cubic - trial.step) * (trial.step - best.step) <= 0.0:  # no minimum in this direction
         cubic = most if forward else least
     if not bracketed:
         return min(max(max(cubic, secant, key=lambda step: abs(step - trial.step)), least), most)
@@ -517,7 +519,7 @@ def _trial_step(best: Point, other: Point, trial: Point, *, bracketed: bool, lea
 
 
 def _cubic(a: Point, b: Point) -> float:
-    """Return the minimizer of the cubic with the values and slopes of two points; ``a.step`` if there is none."""
+    """Return the minimizer of the cubic through two points with their slopes; ``a.step`` if there is no minimizer."""
     theta = 3.0 * (a.value - b.value) / (b.step - a.step) + a.slope + b.slope
     scale = max(abs(theta), abs(a.slope), abs(b.slope)) or 1.0
     root = scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
@@ -537,7 +539,7 @@ class SearchingMethod(VectorMethod):
     Attributes
     ----------
     most_trials : int
-        The most evaluations of one line search.
+        The greatest number of evaluations of one line search.
     """
 
     most_trials: int = setting(20, whole(1), resume="never")
@@ -565,14 +567,14 @@ class SearchingMethod(VectorMethod):
             self._accept(space, progress, loss)
 
     def _restart(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Go on along the negative gradient from the last iterate; end if that was the direction already."""
+        """Search along the negative gradient from the last iterate; give up if that was the direction already."""
         if progress.numbers.get("steepest") == [1.0]:
             self._give_up(space, progress)
         else:
             self._descend(space, progress)
 
     def _descend(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Begin a search along the negative gradient, preconditioned if it can be, without what was learned."""
+        """Begin a search along the (preconditioned) negative gradient; forget earlier iterations."""
         progress.numbers = {"steepest": [1.0]}
         space.copy(GRADIENT, DIRECTION)
         space.scale(-1.0, DIRECTION)
@@ -580,7 +582,7 @@ class SearchingMethod(VectorMethod):
         self._search_along(space, progress, 1.0 / math.sqrt(space.dot(DIRECTION, DIRECTION)))
 
     def _search_along(self, space: VectorSpace, progress: MethodProgress, step: float) -> None:
-        """Begin a search along ``DIRECTION`` with its first step; with bounds, of the way to where that step ends."""
+        """Begin a line search along ``DIRECTION`` with the step ``step``; with bounds, along the projected step."""
         if space.bounded:
             space.clip(POINT, step, DIRECTION)
             step = 1.0
@@ -598,27 +600,30 @@ class SearchingMethod(VectorMethod):
 
     @abstractmethod
     def _learn(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Learn from the way from ``POINT`` to the parameters, and from ``GRADIENT`` to ``TRIAL``. Collective."""
+        """Learn from the changes of the parameters since ``POINT``, and of the gradient since ``GRADIENT``.
+
+        Collective.
+        """
 
     @abstractmethod
     def _choose(self, space: VectorSpace, progress: MethodProgress) -> float:
         """Set ``DIRECTION`` from ``GRADIENT``, and return the first step along it. Collective."""
 
 
-#: Losses closer than so many units of rounding are taken as equal, because sums of many terms have errors of many
-#: units; but not losses that differ by more than this part, and always those that differ by so few units.
+#: Losses count as equal if their relative difference is at most ``_ROUNDING`` machine epsilons, because sums of many
+#: terms have errors of many epsilons. The limit is at most ``_PART``, and at least ``_FEW`` epsilons.
 _ROUNDING, _PART, _FEW = 1e4, 1e-6, 4.0
 
 
 def _rounding(precision: float) -> float:
-    """Return the part of a loss by which equal losses may differ in a type with this distance from 1 to the next."""
+    """Return the relative difference up to which losses count as equal in a dtype of this machine epsilon."""
     return max(_FEW * precision, min(_ROUNDING * precision, _PART))
 
 
 #: State array of the diagonal from which the approximation of the Hessian begins.
 DIAGONAL = "diagonal"
 
-#: A pair whose curvature is below this part of the largest that it could have is not used.
+#: A pair is not used if its curvature s^T y is below this fraction of the slope -g^T s.
 _LEAST_CURVATURE = 2.2e-16
 INITIAL = ("scalar", "diagonal")
 
@@ -628,13 +633,13 @@ class LBFGS(SearchingMethod):
     """Implement L-BFGS (Liu & Nocedal 1989; Nocedal & Wright 2006, algorithm 7.5) with a strong Wolfe line search.
 
     Each step is one evaluation: give ``train`` all samples, the same ones in every step. The parameters after a step
-    are those of the next trial; :func:`mpizero.minimize` makes steps until the method has converged, and leaves the
-    model at the last iterate.
+    are the next trial point; :func:`mpizero.minimize` makes steps until the method has converged, and leaves the model
+    at the last iterate.
 
-    With bounds, elements that a scaled gradient step takes to a bound go there, and are left out of the quasi-Newton
-    step of the others (as in Bertsekas 1982, "Projected Newton methods for optimization problems with simple
-    constraints"). Where the whole step leaves the bounds it is projected, and the line search runs on the way to its
-    end, so every trial is within the bounds.
+    With bounds, elements that a scaled gradient step moves to or beyond a bound are set to the bound, and the
+    quasi-Newton step is that of the other elements (as in Bertsekas 1982, "Projected Newton methods for optimization
+    problems with simple constraints"). A step that leaves the bounds is projected onto them, and the line search runs
+    along the projected step, so every trial point is within the bounds.
 
     Attributes
     ----------
@@ -645,13 +650,14 @@ class LBFGS(SearchingMethod):
         number, an array of the parameter's shape, or None. Start values beyond a bound are moved to it.
     preconditioner : dict of str to float or Array, or None
         Positive factors by the names of parameters or patterns of names, each a number or an array of the parameter's
-        shape; 1 for other parameters. They are the diagonal of the inverse Hessian, up to one factor, from which the
-        approximation begins in every iteration: large where the loss depends little on an element.
+        shape; 1 for other parameters. Up to a common factor, they are the diagonal matrix from which the approximation
+        of the inverse Hessian begins in every iteration: large for elements on which the loss depends little.
     initial : {"scalar", "diagonal"}
-        From which matrix the approximation begins in every iteration: a number times the preconditioner, or a diagonal
-        that is learned, the diagonal of the BFGS update of itself, scaled by the newest pair (Gilbert & Lemaréchal
-        1989, "Some numerical experiments with variable-storage quasi-Newton algorithms"). That takes one vector more,
-        and often fewer evaluations where unknowns have different scales.
+        The matrix from which the approximation of the inverse Hessian begins in every iteration: a number times the
+        preconditioner, or the inverse of a diagonal matrix that is updated by the diagonal of the BFGS formula and
+        scaled by the newest pair (Gilbert & Lemaréchal 1989, "Some numerical experiments with variable-storage
+        quasi-Newton algorithms"). The latter takes one vector more, and often fewer evaluations if parameters have
+        different scales.
 
     Examples
     --------
@@ -692,7 +698,7 @@ class LBFGS(SearchingMethod):
         space.add(-1.0, POINT, s)
         space.copy(TRIAL, y)
         space.add(-1.0, GRADIENT, y)
-        space.copy(y, DIRECTION)  # which the search has ended
+        space.copy(y, DIRECTION)  # no longer needed after the search
         space.precondition(DIRECTION)
         curvature, square = space.dot(s, y), space.dot(y, DIRECTION)
         steepness = -space.dot(GRADIENT, s)
@@ -706,7 +712,7 @@ class LBFGS(SearchingMethod):
 
     @staticmethod
     def _learn_diagonal(space: VectorSpace, s: str, y: str, curvature: float, *, first: bool) -> None:
-        """Update ``DIAGONAL`` by the newest pair, so that the pair's curvature is right along ``y``; uses DIRECTION."""
+        """Update ``DIAGONAL`` by the newest pair, scaled to its curvature along ``y``; overwrite ``DIRECTION``."""
         if first:  # the inverse of the preconditioner
             space.fill(1.0, DIRECTION)
             space.precondition(DIRECTION)
@@ -721,7 +727,7 @@ class LBFGS(SearchingMethod):
         space.scale(space.dot(y, DIRECTION) / curvature, DIAGONAL)
 
     def _choose(self, space: VectorSpace, progress: MethodProgress) -> float:
-        """Set ``DIRECTION`` to minus the inverse Hessian's approximation times the gradient, by the two loops."""
+        """Set ``DIRECTION`` to minus the approximate inverse Hessian times the gradient, by the two-loop recursion."""
         numbers = progress.numbers
         numbers.pop("steepest", None)
         gamma = numbers.get("gamma", [1.0])[0]
@@ -753,7 +759,7 @@ def _pair(index: int) -> tuple[str, str]:
     return f"parameter_difference_{index}", f"gradient_difference_{index}"
 
 
-#: A direction descends if its slope is below minus this part of the gradient's square.
+#: A direction is used if its slope is below minus this fraction of the gradient's squared norm.
 _DESCENT = 0.01
 
 
@@ -761,8 +767,8 @@ _DESCENT = 0.01
 class NonlinearCG(SearchingMethod):
     """Implement conjugate gradients of Polak and Ribière with nonnegative factors (Nocedal & Wright 2006, section 5.2).
 
-    Each step is one evaluation, as with :class:`LBFGS`, and needs all samples; it keeps four vectors, whatever the
-    number of iterations. There are no bounds.
+    Each step is one evaluation, as with :class:`LBFGS`, and needs all samples. The method keeps four vectors, whatever
+    the number of iterations, and has no bounds.
 
     Attributes
     ----------
@@ -805,17 +811,17 @@ class NonlinearCG(SearchingMethod):
             space.copy(GRADIENT, DIRECTION)
             space.scale(-1.0, DIRECTION)
             slope = -square
-        # The loss is taken to change as much, to first order, as in the iteration before (section 3.5).
+        # The first step is the one by which the loss changes as much, to first order, as in the last iteration (3.5).
         return fallen / slope
 
 
 #: The state arrays of the inner conjugate gradients: the model's gradient at ``DIRECTION``, and their own direction.
 RESIDUAL, CONJUGATE = "residual", "conjugate"
-#: A step is accepted if the loss falls by more than this part of what the model predicts. If it falls by less than the
-#: second part, the region shrinks to the third part of the step; above the fourth it doubles, up to the last (Nocedal &
-#: Wright 2006, algorithm 4.1).
+#: A step is accepted if the loss falls by more than ``_ACCEPT`` times what the quadratic model predicts. If it falls by
+#: less than ``_POOR`` times, the radius becomes ``_SHRINK_REGION`` times the length of the step; above ``_GOOD`` times it
+#: doubles, up to ``_WIDEST`` (Nocedal & Wright 2006, algorithm 4.1).
 _ACCEPT, _POOR, _SHRINK_REGION, _GOOD, _WIDEST = 1e-4, 0.25, 0.25, 0.75, 1e10
-#: A region smaller than this part of the point's length ends the method.
+#: The method ends if the radius is below this fraction of the norm of the parameters.
 _SMALLEST_REGION = 1e-14
 
 
@@ -824,16 +830,17 @@ class NewtonCG(VectorMethod):
     """Implement Newton's method with conjugate gradients in a trust region (Steihaug 1983).
 
     Each step is one evaluation of loss and gradient, as with :class:`LBFGS`, and needs all samples. A product with the
-    Hessian is the difference of two gradients, so it costs an evaluation, too; :func:`mpizero.minimize` takes the
-    model's own products where it has some, Gauss and Newton's for example. Directions of negative curvature are
-    followed to the edge of the region. There are no bounds.
+    Hessian is the difference of two gradients, so it costs an evaluation, too; :func:`mpizero.minimize` uses the
+    model's own products if it has them, Gauss-Newton products for example. Directions of negative curvature are
+    followed to the edge of the trust region. The method has no bounds.
 
     Attributes
     ----------
     radius : float
         The first radius of the trust region, > 0.
     exact : bool
-        Whether evaluations for products are the model's own ones; only for :func:`mpizero.minimize`.
+        Whether products with the Hessian are the model's own, not differences of gradients; only for
+        :func:`mpizero.minimize`.
 
     Examples
     --------
@@ -857,7 +864,7 @@ class NewtonCG(VectorMethod):
         return (*super().slots, RESIDUAL, CONJUGATE)
 
     def _go_on(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Begin the conjugate gradients at the middle of the region, and want their first product."""
+        """Begin the conjugate gradients at the centre of the trust region, and request their first product."""
         square = space.dot(GRADIENT, GRADIENT)
         norm = math.sqrt(square)
         radius = progress.numbers.get("radius", [self.radius])[0]
@@ -893,9 +900,10 @@ class NewtonCG(VectorMethod):
     # ------------------------------------------------------------------ the model inside the region
 
     def _take_product(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
-        """Take a product with the Hessian; then want another one, or a trial of the model's minimizer.
+        """Process a product with the Hessian; then request another product, or a trial of the step found.
 
-        Without a product (the loss is not finite there) the step ends where it is; the first one goes to the edge.
+        If there is no product because the loss was not finite, the step found so far is tried; if it is still 0, a step
+        to the edge of the trust region.
         """
         numbers = progress.numbers
         if not math.isfinite(loss):
@@ -922,7 +930,7 @@ class NewtonCG(VectorMethod):
         self._want_product(space, progress)
 
     def _edge(self, space: VectorSpace, progress: MethodProgress) -> float:
-        """Return the step along ``CONJUGATE`` from ``DIRECTION`` to the edge of the region."""
+        """Return the step along ``CONJUGATE`` from ``DIRECTION`` to the edge of the trust region."""
         a, b = space.dot(CONJUGATE, CONJUGATE), space.dot(DIRECTION, CONJUGATE)
         c = space.dot(DIRECTION, DIRECTION) - progress.numbers["radius"][0] ** 2
         root = math.sqrt(max(0.0, b * b - a * c))
@@ -931,7 +939,7 @@ class NewtonCG(VectorMethod):
     # ------------------------------------------------------------------ a trial of the step
 
     def _take_trial(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
-        """Accept the step or stay, and choose the next radius."""
+        """Accept or reject the step, and choose the next radius of the trust region."""
         numbers = progress.numbers
         length = math.sqrt(space.dot(DIRECTION, DIRECTION))
         # The model's gradient at the step is RESIDUAL, at its start GRADIENT: the model falls by the mean slope.

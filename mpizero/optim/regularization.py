@@ -1,9 +1,9 @@
-"""Define what methods of whole vectors work with: operations on vectors, bounds, a preconditioner, and added terms.
+"""Define vectors, bounds, preconditioners and regularization terms for :mod:`mpizero.optim.minimizers`.
 
-By a :class:`VectorSpace` a method sees the parameters, wherever their elements are. :class:`Bounds` are lower and upper
-bounds of parameters, a :class:`Diagonal` holds positive factors of their elements, and a :class:`Regularization` terms
-that are added to a loss and depend on the parameters alone: Tikhonov's, total variation, the user's. A user gives each
-by names of parameters or patterns of names.
+A minimizer works on the parameters through a :class:`VectorSpace`, which hides how they are sharded. :class:`Bounds`
+are lower and upper bounds of parameters, a :class:`Diagonal` holds the positive factors of a preconditioner, and a
+:class:`Regularization` holds terms that are added to a loss and depend on the parameters alone: Tikhonov's, total
+variation, the user's. A user gives bounds, factors and terms by names of parameters or patterns of names.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TRIAL = "trial_gradient"
 class VectorSpace(Protocol):
     """Compute with vectors that are as long as all optimized parameters of a model together.
 
-    Vectors are named; a rank holds its elements of each, and never needs those of others. Scalars have the same bits on
-    all ranks and on every layout. So all ranks of a method make the same decisions.
+    A vector is referred to by its name; a rank holds its own elements of every vector, and never needs those of other
+    ranks. Scalars have the same bits on all ranks and on every layout. So all ranks make the same decisions.
     """
 
     #: The distance from 1 to the next number of the vectors' type.
@@ -59,10 +59,10 @@ class VectorSpace(Protocol):
         """Divide one vector by another, element by element. Not collective."""
 
     def update_diagonal(self, target: str, y: str, curvature: float, bs: str, square: float) -> None:
-        """Add ``y**2 / curvature - bs**2 / square``, by element, to ``target``, which stays positive. Not collective.
+        """Add ``y**2 / curvature - bs**2 / square`` to ``target``, elementwise; it stays positive. Not collective.
 
-        That is the diagonal of the BFGS update of a diagonal matrix B by a pair s and y, if ``bs`` is B s,
-        ``curvature`` is s^T y and ``square`` is s^T B s.
+        The result is the diagonal of the BFGS update of a diagonal matrix B by a pair s and y, if ``target`` is B's
+        diagonal, ``bs`` is B s, ``curvature`` is s^T y and ``square`` is s^T B s.
         """
 
     def parameters(self, target: str) -> None:
@@ -80,9 +80,9 @@ class VectorSpace(Protocol):
         """Move the parameters into their bounds; tell whether that changed any of them. Collective."""
 
     def largest_projected(self, gradient: str) -> float:
-        """Return the largest magnitude of ``parameters - P(parameters - gradient)``; P moves into bounds. Collective.
+        """Return the largest magnitude of ``parameters - P(parameters - gradient)``; P clips to bounds. Collective.
 
-        Without bounds it is that of the gradient.
+        Without bounds this is the largest magnitude of the gradient.
         """
 
     def drop_fixed(self, gradient: str, reach: float, target: str) -> None:
@@ -92,13 +92,13 @@ class VectorSpace(Protocol):
         """
 
     def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
-        """Set the elements that :meth:`drop_fixed` clears to the way from ``point`` to their bound. Not collective."""
+        """Set the elements that :meth:`drop_fixed` sets to 0 to ``bound - point``. Not collective."""
 
     def clip(self, origin: str, step: float, direction: str) -> None:
-        """Set ``direction`` to ``P(origin + step * direction) - origin``. Not collective."""
+        """Set ``direction`` to ``P(origin + step * direction) - origin``; P clips to bounds. Not collective."""
 
     def longest_step(self, origin: str, direction: str) -> float:
-        """Return the longest step along ``direction`` that stays within bounds; infinite without any. Collective."""
+        """Return the longest step along ``direction`` within the bounds; infinite without bounds. Collective."""
 
 
 #: A bound is one number for all elements of a parameter, or an array of its shape; None is no bound.
@@ -112,19 +112,21 @@ class Bounds:
     Attributes
     ----------
     pairs : dict of str to pair
-        Lower and upper bound by pattern; the first pattern that matches a name counts, and other parameters are free.
+        Lower and upper bound by pattern. The first pattern that matches a parameter's name is used; parameters without
+        one have no bounds.
     """
 
     pairs: Mapping[str, tuple[Limit, Limit]]
 
     @classmethod
     def parse(cls, value: Any, owner: str) -> Bounds | None:
-        """Return the bounds that ``value`` describes; None for None.
+        """Return the bounds that ``value`` describes; None if ``value`` is None.
 
         Raises
         ------
         ConfigError
-            If it is neither a pair nor a mapping of pairs of numbers and arrays, or a lower bound is above the upper.
+            If ``value`` is neither a pair nor a mapping of pairs of numbers and arrays, or a lower bound is above the
+            upper.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -141,7 +143,7 @@ class Bounds:
         Raises
         ------
         ConfigError
-            If an array has not the parameter's shape, or the parameter is complex.
+            If an array does not have the parameter's shape, or the parameter is complex.
         """
         pair = next((pair for pattern, pair in self.pairs.items() if fits(name, pattern)), (None, None))
         shape = spec.shape if spec.part is None else spec.part.shape
@@ -181,24 +183,25 @@ EXPECTED_FACTORS = "positive factors by the names of parameters, {'velocity': 0.
 
 @dataclass(frozen=True)
 class Diagonal:
-    """Hold the factors that a user gives by names of parameters or patterns of names.
+    """Hold the factors of a diagonal preconditioner, which a user gives by names of parameters or patterns of names.
 
     Attributes
     ----------
     factors : dict of str to float or Array
-        Factors by pattern; the first pattern that matches a name counts, and other parameters have the factor 1.
+        Factors by pattern. The first pattern that matches a parameter's name is used; parameters without one have the
+        factor 1.
     """
 
     factors: Mapping[str, Factors]
 
     @classmethod
     def parse(cls, value: Any, owner: str) -> Diagonal | None:
-        """Return the diagonal that ``value`` describes; None for None.
+        """Return the diagonal that ``value`` describes; None if ``value`` is None.
 
         Raises
         ------
         ConfigError
-            If it is not a mapping of names to positive numbers and arrays.
+            If ``value`` is not a mapping of names to positive numbers and arrays.
         """
         if value is None or isinstance(value, cls):
             return value
@@ -216,7 +219,7 @@ class Diagonal:
         Raises
         ------
         ConfigError
-            If an array has not the parameter's shape, or the parameter is complex.
+            If an array does not have the parameter's shape, or is given for a complex parameter.
         """
         match = next((factors for pattern, factors in self.factors.items() if fits(name, pattern)), 1.0)
         shape = spec.shape if spec.part is None else spec.part.shape
@@ -239,7 +242,7 @@ def _factors(where: str, value: Any) -> Factors:
 class Tikhonov:
     """Penalize the squared distance of a parameter from a reference (Tikhonov 1963).
 
-    Calling it with the parameter returns ``weight / 2 * sum((values - reference)**2)`` and its gradient.
+    Calling the term with a parameter returns ``weight / 2 * sum((values - reference)**2)`` and its gradient.
 
     Attributes
     ----------
@@ -280,17 +283,18 @@ class Tikhonov:
 @explains
 @dataclass(frozen=True)
 class TotalVariation:
-    """Penalize differences between neighbouring elements of a parameter, but not few large ones (Rudin et al. 1992).
+    """Penalize absolute differences of neighbouring elements: jumps cost no more than slopes (Rudin et al. 1992).
 
-    Calling it with the parameter returns ``weight * sum(sqrt(smoothing**2 + d_1**2 + ... + d_k**2) - smoothing)`` and
-    its gradient. The sum is over all elements; ``d_i`` is the difference to the next one along axis i, 0 at the end.
+    Calling the term with a parameter returns ``weight * sum(sqrt(smoothing**2 + d_1**2 + ... + d_k**2) - smoothing)``
+    and its gradient. The sum is over all elements; ``d_i`` is the difference to the next element along axis i, and 0
+    for the last element.
 
     Attributes
     ----------
     weight : float
         Factor of the term, at least 0.
     smoothing : float
-        Differences that are much smaller than this count by their squares, so that there is a gradient; > 0.
+        Positive number; much smaller differences are penalized by their squares, so that the term has a gradient at 0.
 
     Examples
     --------
@@ -343,7 +347,7 @@ class TotalVariation:
 
 
 def _differences(values: Array) -> list[Array]:
-    """Return, for each axis, the differences to the next elements, 0 for the last ones; a number has one axis."""
+    """Return, for each axis, the differences to the next elements, 0 for the last ones; a scalar gets one axis."""
     values = np.atleast_1d(values)
     differences = []
     for axis in range(values.ndim):
@@ -367,24 +371,25 @@ EXPECTED_TERMS = (
 
 @dataclass(frozen=True)
 class Regularization:
-    """Hold the terms that a user gives, by names of parameters or patterns of names.
+    """Hold the regularization terms that a user gives by names of parameters or patterns of names.
 
     Attributes
     ----------
     terms : dict of str to callable
-        The terms by pattern; the first pattern that matches a name counts, and other parameters have none.
+        The terms by pattern. The first pattern that matches a parameter's name is used; parameters without one have no
+        term.
     """
 
     terms: Mapping[str, Term]
 
     @classmethod
     def parse(cls, value: Any, owner: str) -> Regularization | None:
-        """Return the terms that ``value`` describes; None for None.
+        """Return the terms that ``value`` describes; None if ``value`` is None.
 
         Raises
         ------
         ConfigError
-            If it is not a mapping of names to callables.
+            If ``value`` is not a mapping of names to callables.
         """
         if value is None or isinstance(value, cls):
             return value
