@@ -1,11 +1,10 @@
-"""Update parameters element by element: SGD, Adam, AdamW, RMSprop, Lion and LAMB, and what wraps an optimizer.
+"""Update parameters element by element: SGD, Adam, AdamW, RMSprop, Lion and LAMB, and wrappers of optimizers.
 
-:class:`FlatOptimizer` is the base class of mpizero's optimizers, with other settings for the parameters of a
-:class:`ParameterGroup`. SGD, Adam, AdamW and RMSprop are defined as in PyTorch. :func:`adapt` gives a user's own
-optimizer the same interface, and :func:`averaging` keeps an exponential moving average of the parameters beside the
-state of an optimizer. :func:`state_specs` tells which arrays of state an optimizer keeps for a parameter. The factors
-by which gradients are multiplied are those of clipping by the global norm (:func:`clip_factor`) and of loss scaling
-(:class:`DynamicLossScale`).
+:class:`FlatOptimizer` is the base class of mpizero's optimizers; a :class:`ParameterGroup` has other settings for some
+parameters. SGD, Adam, AdamW and RMSprop are defined as in PyTorch. :func:`adapt` gives a user's own optimizer the same
+interface, and :func:`averaging` adds an exponential moving average of the parameters to the state of an optimizer.
+:func:`state_specs` tells which arrays of state an optimizer keeps for a parameter. :func:`clip_factor` computes the
+factor of clipping by the global norm, and :class:`DynamicLossScale` has the rules of loss scaling.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 @explains
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Hold settings for the parameters whose dotted name matches a pattern, or one of several.
+    """Hold settings for the parameters whose dotted name matches one of the group's patterns.
 
     If several groups match a parameter, the first one is used.
 
@@ -73,12 +72,12 @@ class ParameterGroup:
             require(f"{owner}: weight_decay", self.weight_decay, number())
 
     def matches(self, name: str) -> bool:
-        """Tell whether the group's pattern, or one of them, matches a parameter's name."""
+        """Tell whether one of the group's patterns matches a parameter's name."""
         return any(fits(name, pattern) for pattern in self.patterns)
 
     @property
     def patterns(self) -> Sequence[str]:
-        """The patterns, also where there is one."""
+        """The patterns as a sequence, even if :attr:`pattern` is a single string."""
         return (self.pattern,) if isinstance(self.pattern, str) else self.pattern
 
 
@@ -115,7 +114,7 @@ DECAY_RATES = many(fraction, count=2)
 class FlatOptimizer(Settings):
     """Base class of mpizero's optimizers, which update flat arrays element by element.
 
-    An optimizer knows no model, rank or communicator.
+    An optimizer has no reference to a model, a rank or a communicator.
 
     Attributes
     ----------
@@ -198,12 +197,12 @@ class FlatOptimizer(Settings):
         return 2 * next(matches, len(self.groups)) + int(spec.decay)
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Check that every pattern matches a parameter of a model, and that every group is the first of one.
+        """Check that every pattern matches a parameter, and that every group is the first match of a parameter.
 
         Raises
         ------
         ConfigError
-            If a pattern matches none of ``names``, or a group none that groups before it have left.
+            If a pattern matches none of ``names``, or if earlier groups match all names that a group matches.
         """
         for pattern in (pattern for group in self.groups for pattern in group.patterns):
             if not any(fits(name, pattern) for name in names):
@@ -325,7 +324,7 @@ class SGD(FlatOptimizer):
     nesterov: bool = setting(False, flag)
 
     def check_combination(self) -> None:
-        """Raise ``ConfigError`` for settings of a momentum that is 0, or for Nesterov momentum with dampening."""
+        """Raise ``ConfigError`` for Nesterov or dampening without momentum, and for Nesterov with dampening."""
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             raise self.reject("nesterov", f"needs {self.named('momentum')} > 0 and {self.named('dampening')} = 0")
         if self.dampening and not self.momentum:
@@ -586,7 +585,7 @@ class AdaptedOptimizer:
     step, from 1. The other entries of ``state`` are the optimizer's state arrays, each as long as ``params``. If the
     optimizer has an attribute ``slots``, this attribute names the state arrays, and they start at zero. Otherwise, if
     the optimizer has a method ``init_state(size, dtype)``, the method returns a dictionary of the initial state arrays.
-    If it has neither, the first ``update`` must add the arrays to ``state``.
+    If the optimizer has neither, the first ``update`` must add the arrays to ``state``.
 
     Parameters
     ----------
@@ -662,7 +661,7 @@ class AdaptedOptimizer:
                 )
 
     def _discover(self) -> tuple[str, ...]:
-        """Return the names of the state arrays, found by ``init_state`` or one update by a copy of the optimizer."""
+        """Find the names of the state arrays by ``init_state``, or by one update with a copy of the optimizer."""
         if hasattr(self.optimizer, "init_state"):
             return tuple(self.optimizer.init_state(0, np.dtype(np.float64)))
         state: dict[str, Any] = {_STEP: 1}
@@ -765,7 +764,7 @@ RATE_OF_STEP = (
 
 
 def of_pytorch(optimizer: Any) -> str:
-    """Return what takes the place of an optimizer or scheduler of PyTorch, as an error's text; "" for other objects."""
+    """Return an error text that says what to use in place of a PyTorch optimizer or scheduler; "" for other objects."""
     home, name = type(optimizer).__module__, type(optimizer).__name__
     if home == "torch.optim.lr_scheduler":
         return f"{name} is a scheduler of PyTorch: {RATE_OF_STEP}"
@@ -801,7 +800,7 @@ def takes_tensor(optimizer: Any, spec: ParameterSpec) -> bool:
 
 
 def tensor_slots(optimizer: Any) -> tuple[str, ...]:
-    """Return the names of the state arrays that whole tensors have; of other adapted optimizers ()."""
+    """Return the names of the state arrays of whole tensors; () if the optimizer does not update whole tensors."""
     return tuple(optimizer.tensor_slots) if optimizer.needs_whole_tensors else ()
 
 
@@ -810,16 +809,17 @@ EMA = "ema"
 
 
 class AveragingOptimizer:
-    """Run an optimizer, and after each update move an average of the parameters towards them.
+    """Run an optimizer, and keep an exponential moving average of the parameters.
 
     After each update ``average += (1 - decay) * (parameter - average)``. The average begins with the values that the
-    parameters have before the first step, as in timm's ``ModelEma``, and no bias is corrected. It is one more array of
-    the optimizer's state, so it is sharded, saved and loaded with it. Everything else is the optimizer's own.
+    parameters have before the first step, as in timm's ``ModelEma``, without bias correction. The average is one more
+    array of the optimizer's state, so it is sharded, saved and loaded with this state. All other attributes are those
+    of the optimizer.
 
     Parameters
     ----------
     inner : optimizer
-        What :func:`mpizero.optim.elementwise.adapt` returns.
+        The optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
     decay : float
         Between 0 and 1.
     """
@@ -842,11 +842,11 @@ class AveragingOptimizer:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the optimizer's state arrays, and of the average."""
+        """Names of the wrapped optimizer's state arrays, and of the array with the average."""
         return (*self.inner.slots, EMA)
 
     def hyper(self, step: int, group: int, dtype: Any, lr: float | None = None) -> Array:
-        """Return the optimizer's scalars for ``step`` (from 1), which the next update makes."""
+        """Return the wrapped optimizer's scalars for the update in ``step`` (from 1)."""
         self._step = step
         scalars: Array = self.inner.hyper(step, group, dtype, lr)
         return scalars
@@ -864,12 +864,12 @@ class AveragingOptimizer:
         self.follow(w, state[EMA], threads)
 
     def direction(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Compute the direction of an update; :meth:`follow` is called when it has been applied."""
+        """Compute the direction of an update; the caller applies it, and then calls :meth:`follow`."""
         self._begin(w, state)
         self.inner.direction(w, g, state, hyper)
 
     def direction_tree(self, rows: RowSum, w: Array, u: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Compute the direction of an update from ``rows``; :meth:`follow` is called when it has been applied."""
+        """Compute the direction of an update from ``rows``; the caller applies it, and then calls :meth:`follow`."""
         self._begin(w, state)
         self.inner.direction_tree(rows, w, u, state, hyper)
 
@@ -884,7 +884,7 @@ class AveragingOptimizer:
 
 
 def averaging(optimizer: Any, decay: float | None) -> Any:
-    """Return the adapted optimizer, which also keeps an average of the parameters unless ``decay`` is None."""
+    """Adapt an optimizer; it also keeps an average of the parameters unless ``decay`` is None."""
     adapted = adapt(plain(optimizer))
     return adapted if decay is None else AveragingOptimizer(adapted, decay)
 
@@ -895,15 +895,15 @@ def plain(optimizer: Any) -> Any:
 
 
 def state_specs(optimizer: Any, spec: ParameterSpec) -> dict[str, ParameterSpec]:
-    """Return the state arrays that belong to a parameter, by slot; each is described like a parameter of its name.
+    """Return the state arrays of a parameter by slot, each described by a spec with the parameter's name.
 
-    ``optimizer`` is one that :func:`mpizero.optim.elementwise.averaging` returned. A parameter that no optimizer trains
-    has none.
+    ``optimizer`` is one that :func:`mpizero.optim.elementwise.averaging` returned. A parameter that is not optimized
+    has no state arrays.
 
     Raises
     ------
     ConfigError
-        If an optimizer of whole tensors names an array that it has not declared.
+        If an optimizer of whole tensors has a state array that its ``tensor_slots`` do not name.
     """
     if not spec.optimized:
         return {}
@@ -925,7 +925,7 @@ def state_size(optimizer: Any, spec: ParameterSpec) -> int:
 
 
 def tensor_state_size(optimizer: Any, spec: ParameterSpec) -> int:
-    """Return the number of elements of the state that the owner of a whole tensor keeps: without an average."""
+    """Return the number of state elements that the owner of a whole tensor keeps, without those of an average."""
     return sum(array.size for slot, array in state_specs(optimizer, spec).items() if slot not in optimizer.slots)
 
 

@@ -1,8 +1,8 @@
 """Update whole tensors, each on one rank: the base class of such optimizers, Muon and SOAP.
 
-A :class:`TensorOptimizer` says which tensors it takes, and which arrays of state each has; AdamW updates all other
-parameters. :class:`Muon` (Jordan et al. 2024) is momentum whose matrices are made nearly orthogonal, :class:`SOAP`
-(Vyas et al. 2024) is Adam in the eigenbasis of Shampoo's preconditioner.
+A :class:`TensorOptimizer` chooses the tensors that it updates, and declares their state arrays; AdamW updates all other
+parameters. :class:`Muon` (Jordan et al. 2024) steps along the momentum of a matrix, made nearly orthogonal;
+:class:`SOAP` (Vyas et al. 2024) is Adam in the eigenbasis of Shampoo's preconditioner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 class TensorStep(NamedTuple):
-    """Hold what an update of a tensor is given besides its arrays.
+    """Hold the scalar arguments of the update of a tensor.
 
     Attributes
     ----------
@@ -53,19 +53,19 @@ class TensorStep(NamedTuple):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class TensorOptimizer(AdamW):
-    """Base class of optimizers that update whole tensors, each on the rank that owns it, and the others by AdamW.
+    """Base class of optimizers that update whole tensors, each on the rank that owns it, and other parameters by AdamW.
 
     A subclass declares the names of its state arrays, :attr:`tensor_slots`, and has three methods:
-    :meth:`state_shapes`, :meth:`cost` and :meth:`update_tensor`. It knows no ranks. The tensors that :meth:`takes`
-    chooses are divided over the ranks by their costs. The owner of a tensor keeps its state, and is given its whole
-    averaged gradient; the new values are sent to all ranks that hold them. So results have the same bits on any number
-    of ranks. ``betas`` and ``eps`` are those of AdamW for the other parameters; ``lr``, ``weight_decay`` and ``groups``
-    are for all.
+    :meth:`state_shapes`, :meth:`cost` and :meth:`update_tensor`. None of these depends on ranks. The tensors that
+    :meth:`takes` chooses are divided over the ranks by their costs. The owner of a tensor keeps its state, and is given
+    its whole averaged gradient; the new values are sent to all ranks that hold them. So results have the same bits on
+    any number of ranks. ``betas`` and ``eps`` are those of AdamW for the other parameters; ``lr``, ``weight_decay`` and
+    ``groups`` apply to all parameters.
 
     Attributes
     ----------
     exclude : sequence of str
-        Shell patterns of the names of parameters that AdamW updates although they could be taken.
+        Shell patterns of the names of tensors that are left to AdamW.
     adamw_lr_scale : float
         Factor by which the learning rate of the parameters that AdamW updates is multiplied.
 
@@ -96,7 +96,7 @@ class TensorOptimizer(AdamW):
     tensor_slots: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` if a setting is out of range, or an array has the name of one of AdamW's."""
+        """Raise ``ConfigError`` if a setting is out of range, or a state array has the name of one of AdamW's."""
         super().__post_init__()
         if both := sorted({*self.slots} & {*self.tensor_slots}):
             owner = type(self).__name__
@@ -105,12 +105,12 @@ class TensorOptimizer(AdamW):
             )
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Check that every pattern of :attr:`groups` and :attr:`exclude` fits at least one of the names of parameters.
+        """Check that every pattern of :attr:`groups` and :attr:`exclude` matches at least one parameter's name.
 
         Raises
         ------
         ConfigError
-            If a pattern fits none.
+            If a pattern matches no name.
         """
         super().check_names(names)
         selected(names, f"{type(self).__name__}: exclude", self.exclude)
@@ -120,14 +120,14 @@ class TensorOptimizer(AdamW):
     def takes(self, spec: ParameterSpec) -> bool:
         """Tell whether the tensor of a parameter is updated as a whole; ``spec`` has its name in the whole model.
 
-        Here it is if it is a matrix of real numbers with ``spec.decay`` (which is False for biases, norms and
-        embeddings) that :attr:`exclude` does not name.
+        By default these are the matrices of real numbers with ``spec.decay`` (which is False for biases, norms and
+        embeddings), except those that :attr:`exclude` names.
         """
         matrix = len(spec.shape) == 2 and spec.size > 0 and not spec.complex
         return matrix and spec.decay and not any(fits(spec.name, pattern) for pattern in self.exclude)
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the state arrays of a tensor of this shape, by name; names are of `tensor_slots`."""
+        """Return the shapes of the state arrays of a tensor of this shape, by their names in ``tensor_slots``."""
         raise NotImplementedError(f"{type(self).__name__} must define state_shapes(shape)")
 
     def cost(self, shape: tuple[int, ...]) -> int:
@@ -145,7 +145,7 @@ class TensorOptimizer(AdamW):
 
     @property
     def elementwise_kernel(self) -> bool:
-        """False: gradients must be summed before the owners of tensors can get them."""
+        """False, because gradients must be summed before they are sent to the owners of tensors."""
         return False
 
     @property
@@ -157,7 +157,7 @@ class TensorOptimizer(AdamW):
         return 2 * super().group_of(spec) + int(self.takes(spec))
 
     def hyper(self, step: int, group: int, dtype: Dtype, lr: float | None = None) -> Array:
-        """Return AdamW's scalars; for a group of whole tensors the numbers of a :class:`TensorStep`, in float64."""
+        """Return AdamW's scalars, or for a group of whole tensors the fields of a :class:`TensorStep`, in float64."""
         base, is_tensor = divmod(group, 2)
         rate, decay = self._rates(step, base, lr)
         if is_tensor:
@@ -165,7 +165,7 @@ class TensorOptimizer(AdamW):
         return np.array(self._scalars(step, rate * self.adamw_lr_scale, decay), dtype)
 
     def tensor_step(self, hyper: Array) -> TensorStep:
-        """Return the numbers of :meth:`hyper`, for a group of whole tensors, by their names."""
+        """Convert the array that :meth:`hyper` returned for a group of whole tensors to a :class:`TensorStep`."""
         step, lr, decay = hyper.tolist()
         return TensorStep(int(step), lr, decay)
 
@@ -179,9 +179,9 @@ class Muon(TensorOptimizer):
     """Implement Muon (Jordan et al. 2024), momentum with orthogonal steps, for matrices; AdamW for other parameters.
 
     The momentum m of a matrix is updated with the gradient g, ``m = momentum * m + (1 - momentum) * g``. The step u is
-    made of it by :func:`newton_schulz`, and ``w = (1 - lr * weight_decay) * w - lr * scale * u``. Parameters with
+    computed from m by :func:`newton_schulz`, and ``w = (1 - lr * weight_decay) * w - lr * scale * u``. Parameters with
     ``spec.decay`` False (biases, norms, embeddings), those that are no matrices and those that ``exclude`` names are
-    updated by AdamW, with ``betas`` and ``eps``. The authors advise that for the output layer, too:
+    updated by AdamW, with ``betas`` and ``eps``. The authors advise AdamW for the output layer, too:
     ``exclude=["head.*"]`` in a :class:`~mpizero.nn.GPT`.
 
     Attributes
@@ -189,7 +189,7 @@ class Muon(TensorOptimizer):
     momentum : float
         Decay rate of the momentum, in [0, 1).
     nesterov : bool
-        Whether the step is made of ``momentum * m + (1 - momentum) * g`` instead of ``m``.
+        Whether the step is computed from ``momentum * m + (1 - momentum) * g`` instead of ``m``.
     iterations : int
         Number of iterations of :func:`newton_schulz`.
     scale : str
@@ -262,9 +262,10 @@ SMALLEST_NORM = 1e-7
 def newton_schulz(g: Array, iterations: int = 5) -> Array:
     """Return a matrix with the singular vectors of ``g`` and singular values near 1 (Jordan et al. 2024).
 
-    ``g``, divided by its norm, is iterated ``x = a x + b (x x^T) x + c (x x^T)^2 x`` with :data:`COEFFICIENTS`. In five
-    steps that brings singular values that are not tiny to between 0.7 and 1.2. The smaller side is that of ``x x^T``.
-    All products have shapes that depend on the shape of ``g`` alone. ``g`` is overwritten, and may be the result.
+    ``g``, divided by its norm, is iterated ``x = a x + b (x x^T) x + c (x x^T)^2 x`` with :data:`COEFFICIENTS`. Five
+    iterations bring singular values that are not tiny to between 0.7 and 1.2. If ``g`` has more rows than columns, x is
+    its transpose. All products have shapes that depend on the shape of ``g`` alone. ``g`` is overwritten, and its
+    memory may hold the result.
     """
     a, b, c = COEFFICIENTS
     tall = g.shape[0] > g.shape[1]
@@ -298,18 +299,18 @@ def norm(x: Array) -> float:
 class SOAP(TensorOptimizer):
     """Implement SOAP (Vyas et al. 2024, algorithm 3) for matrices; AdamW for other parameters.
 
-    Of the gradients g of a matrix, the averages L of ``g g^T`` and R of ``g^T g`` are kept with the decay rate
-    ``betas[1]``. Their eigenvectors are a basis in which AdamW updates the matrix. The bases are found by an
-    eigendecomposition in the first step, which changes no matrix, as in the authors' implementation. Every
+    For the gradients g of a matrix, moving averages L of ``g g^T`` and R of ``g^T g`` are kept, with the decay rate
+    ``betas[1]``. Their eigenvectors are a basis in which AdamW updates the matrix. The bases are computed by an
+    eigendecomposition in the first step, which updates no matrix, as in the authors' implementation. Every
     ``frequency`` updates they are corrected by one power iteration and a QR decomposition (algorithm 4). ``betas`` and
-    ``eps`` are those of the updates in this basis and of the other parameters. Biases are corrected as in Adam.
+    ``eps`` apply to the updates in this basis and to the other parameters. Moments are bias-corrected as in Adam.
 
     Attributes
     ----------
     frequency : int
         Number of updates from one correction of the bases to the next.
     max_dimension : int
-        Largest side of a matrix that has a basis. A larger side is not rotated, and has no arrays.
+        Largest side of a matrix for which a basis is kept. A larger side is not rotated, and has no state arrays.
 
     Examples
     --------
@@ -340,7 +341,7 @@ class SOAP(TensorOptimizer):
     )
 
     def state_shapes(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the two moments, which are the matrix's, and of averages and bases of its sides."""
+        """Return the shapes of the two moments (the matrix's shape) and of averages and bases of its sides."""
         sides = {name: (size, size) for name, size in zip(("left", "right"), shape, strict=True) if self._rotates(size)}
         bases = {f"{name}_basis": square for name, square in sides.items()}
         return {"momentum": shape, "second_moment": shape} | sides | bases
