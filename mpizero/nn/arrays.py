@@ -66,7 +66,7 @@ def sum_rows(dy: Array, out: Array) -> None:
     """Write the sum of a matrix's rows to ``out``, for the gradient of a bias.
 
     On the host the rows are added in ascending order. On a GPU that order would need one thread for each column and
-    leave most of the GPU idle. There CuPy adds the rows, in another order, which is the same in every call.
+    leave most of the GPU idle. So CuPy adds the rows in another order, the same in every call.
     """
     xp = namespace(dy)
     if xp is np:
@@ -293,7 +293,7 @@ def _fill_part(spec: ParameterSpec, part: Part, fill: _Fill, start: int, out: Ar
 def _key(seed: int, name: str) -> tuple[int, int]:
     """Return a 64-bit Philox key, as two 32-bit integers, made from seed and parameter name by a hash.
 
-    So no two parameters share random numbers.
+    The name makes sure that no two parameters share random numbers.
     """
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
@@ -308,12 +308,12 @@ _LARGEST_HEAP_BLOCK = 32 << 20  # the most that glibc allows
 def keep_freed_memory() -> bool:
     """Tell the C library to keep freed blocks of up to 32 MiB for the next allocation.
 
-    A training step allocates its activations anew. By default glibc returns their memory to the system when the step
-    ends, and the next step has a page fault for every page, which the system fills with zeros. A GPT of dim 256 with 4
-    layers and 8 x 128 tokens had 18,000 page faults a step, which took 30 of its 234 ms on a virtual machine; with this
-    setting it had none. In return, the process keeps the memory of its peak of activations between steps. The setting
-    holds for the whole process, cannot be undone, and changes no result. Call this function at the start of a program
-    that mainly trains.
+    Every training step allocates memory for its activations. By default glibc returns this memory to the system when
+    the step ends, and the next step has a page fault for every page, which the system fills with zeros. A GPT of dim
+    256 with 4 layers and 8 x 128 tokens had 18,000 page faults a step, which took 30 of its 234 ms on a virtual
+    machine; with this setting it had none. In return, the process keeps the memory of its peak of activations between
+    steps. The setting holds for the whole process, cannot be undone, and changes no result. Call this function at the
+    start of a program that mainly trains.
 
     Returns
     -------

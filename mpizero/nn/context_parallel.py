@@ -5,11 +5,11 @@ sequences, whose keys and values travel around a ring; the other layers compute 
 the indices of their positions. :func:`context_model` builds the context-parallel form of a model, :func:`cut_batch`
 cuts its batches.
 
-This is ring attention (Liu, Zaharia and Abbeel, 2023). The softmax is updated as keys arrive (Milakov and Gimelshein,
-2018; Rabe and Staats, 2021), so a rank never holds more than one tile of the scores at a time. The backward pass
-computes the scores again (Dao et al., 2022). To do so, it needs two numbers for each query from the forward pass: the
-maximum of its scores, and the sum of their exponentials relative to the maximum. The log-sum-exp of the scores would be
-one number, but its rounding error grows with the scores.
+The algorithm is ring attention (Liu, Zaharia and Abbeel, 2023). The softmax is updated as keys arrive (Milakov and
+Gimelshein, 2018; Rabe and Staats, 2021), so a rank never holds more than one tile of the scores at a time. The backward
+pass computes the scores again (Dao et al., 2022). To do so, it needs two numbers for each query from the forward pass:
+the maximum of its scores, and the sum of their exponentials relative to the maximum. The log-sum-exp of the scores
+would be one number, but its rounding error grows with the scores.
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ class ContextLayer(SequenceLayer):
 def located(run: Run, shape: tuple[int, ...] | None, group: Group) -> Run:
     """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
 
-    ``shape`` (samples, positions, ...) is that of this rank's part of the sequences; None if ``run.length`` is known.
-    Collective over ``group`` if ``run.length`` is 0.
+    ``shape`` (samples, positions, ...) is the shape of this rank's part of the sequences; None if ``run.length`` is
+    known. Collective over ``group`` if ``run.length`` is 0.
 
     Raises
     ------
@@ -231,7 +231,7 @@ def located(run: Run, shape: tuple[int, ...] | None, group: Group) -> Run:
 def gather_lengths(shape: tuple[int, ...], group: Group) -> tuple[int, ...]:
     """Return the number of positions on each rank.
 
-    ``shape`` (samples, positions, ...) is that of this rank's part of the sequences. Collective over ``group``.
+    ``shape`` (samples, positions, ...) is the shape of this rank's part of the sequences. Collective over ``group``.
 
     Raises
     ------
@@ -529,8 +529,8 @@ class ContextEmbedding(ContextLayer, TokenEmbedding):
     """Apply :class:`TokenEmbedding` to the positions that this rank holds; ``group`` is the context group.
 
     The gradients of both tables are computed from this rank's positions only; their sums over the ranks are the whole
-    gradients. The forward pass is collective over ``group`` if ``run.length`` is 0. All ranks raise its errors, except
-    that only the ranks that hold an id outside the vocabulary raise an error for it.
+    gradients. The forward pass is collective over ``group`` if ``run.length`` is 0. All ranks raise the errors of the
+    forward pass, except that only the ranks that hold an id outside the vocabulary raise an error for it.
     """
 
     group: Group = field(kw_only=True)
@@ -679,8 +679,8 @@ class ContextModel:
     """Hold the context-parallel form of a model, which computes on this rank's part of each sequence.
 
     Use :func:`context_model` to make one. Parameters have the same names and shapes as in ``model``. The gradients,
-    loss sum and weight that a rank computes are those of its part of the sequences. Their sums over ``group`` are the
-    gradients, loss sum and weight of ``model``. If ``model`` is split over a tensor group
+    loss sum and weight that a rank computes are those of its part of the sequences. Summed over ``group``, gradients,
+    loss sum and weight are those of ``model``. If ``model`` is split over a tensor group
     (:class:`mpizero.nn.SplitModel`), the tensor ranks split a context rank's part of the sequences as they would split
     whole sequences.
     """
@@ -839,7 +839,7 @@ def context_model(model: BlockModel, group: Group) -> BlockModel:
 
 
 def _unsplit(model: BlockModel) -> BlockModel:
-    """Return a model as it was before it was split over a tensor group."""
+    """Return the model from which a tensor-parallel model was made, or ``model`` itself."""
     return model.whole if isinstance(model, SplitModel) else model
 
 

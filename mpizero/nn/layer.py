@@ -1,6 +1,6 @@
-"""Define the base class of all layers, and what every layer and model shares.
+"""Define the base class of all layers, and what layers and models share.
 
-A :class:`Layer` holds settings only: no parameters, caches or gradients. Its matrix products are counted as
+A :class:`Layer` holds settings only: no parameters, caches or gradients. The matrix products of a layer are counted as
 :class:`Operations`, and :class:`Graph` describes a model as plain data, the nodes of its computation, for tools that
 draw, check or translate it. :class:`Wrapper` is the base class of layers that run another layer in a different way. An
 :class:`Affine` layer can leave the addition of its bias to the caller, who may fuse it into the next operation. A
@@ -145,13 +145,13 @@ class Layer(ABC):
     def split(self, group: Group) -> Layer:
         """Return the tensor-parallel form of this layer: each rank of ``group`` holds and computes a part of it.
 
-        The split layer takes and returns whole activations, the same on every rank. Its forward and backward passes are
+        The split layer takes and returns whole activations, the same on every rank. The split layer's passes are
         collective over the group. Its parameters have the same names as those of this layer, and
-        :attr:`ParameterSpec.part` says which part of each this rank holds. If every rank holds a parameter whole
-        (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. Ranks exchange
-        arrays by the methods of ``group`` alone (``docs/split_layers.md``). The default makes the form that the table
-        in ``mpizero/nn/tensor_parallel.py`` has for the layer's class. It returns the layer itself if the table has
-        no form for it, or if the group has one rank.
+        :attr:`ParameterSpec.part` says which part of each parameter this rank holds. If every rank holds a parameter
+        whole (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. Ranks
+        exchange arrays by the methods of ``group`` alone (``docs/split_layers.md``). The default makes the form that
+        the table in ``mpizero/nn/tensor_parallel.py`` has for the layer's class. The default returns the layer itself
+        if the table has no form for it, or if the group has one rank.
 
         Raises
         ------

@@ -233,7 +233,7 @@ class Activation(Layer):
     def backward_over(self, cache: Any, dy: Array) -> Array:
         """Return ``dy`` multiplied by the derivative of the activation, computed in the memory of ``dy``.
 
-        This saves an array. ``cache`` comes from the forward pass, and ``dy`` must be contiguous.
+        Computing in place saves an array. ``cache`` comes from the forward pass, and ``dy`` must be contiguous.
         """
         self._multiply(cache, dy, dy)
         return dy
@@ -249,8 +249,8 @@ class GELU(Activation):
     """Apply the Gaussian error linear unit in its tanh form, ``x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))) / 2``.
 
     The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
-    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective. It is GPT-2's activation, and
-    ``torch.nn.GELU(approximate="tanh")`` (Hendrycks and Gimpel, *Gaussian Error Linear Units*, 2016, section 2).
+    shape; another dtype raises :class:`~mpizero.errors.DataError`. No method is collective. It is GPT-2's activation,
+    and ``torch.nn.GELU(approximate="tanh")`` (Hendrycks and Gimpel, *Gaussian Error Linear Units*, 2016, section 2).
 
     Examples
     --------
@@ -280,7 +280,7 @@ class SiLU(Activation):
     """Apply the sigmoid linear unit, ``x * sigmoid(x)``, which is also called swish.
 
     The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
-    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective. The name is from Hendrycks
+    shape; another dtype raises :class:`~mpizero.errors.DataError`. No method is collective. The name is from Hendrycks
     and Gimpel, *Gaussian Error Linear Units*, 2016.
 
     Examples
@@ -301,7 +301,7 @@ class ReLU(Activation):
     """Apply the rectified linear unit, ``max(x, 0)``, whose slope is 0 at 0 (Nair and Hinton, 2010).
 
     The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
-    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective.
+    shape; another dtype raises :class:`~mpizero.errors.DataError`. No method is collective.
 
     Examples
     --------
@@ -324,7 +324,7 @@ class Tanh(Activation):
     """Apply the hyperbolic tangent.
 
     The layer has no parameters and takes arrays of any shape. Input and output are float32 or float64, of the same
-    shape; another dtype is a :class:`~mpizero.errors.DataError`. No method is collective.
+    shape; another dtype raises :class:`~mpizero.errors.DataError`. No method is collective.
 
     Examples
     --------
@@ -514,8 +514,8 @@ class Dropout(Layer):
         Probability with which an element becomes 0, from 0 to less than 1. Inputs are (samples, ...), float32 or
         float64.
     site : int
-        Number that is part of the mask's key. It must be unique within a model; otherwise two dropouts use the same
-        mask.
+        Number that is part of the mask's key. The number must be unique within a model; otherwise two dropouts use the
+        same mask.
 
     Raises
     ------
@@ -647,11 +647,11 @@ class FrozenNames:
         return tuple(replace(spec, trainable=spec.trainable and spec.name not in self.names) for spec in specs)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the layer's ``backward_weights``. Collective if the layer is split."""
+        """Call the layer's ``backward_weights``, with new arrays for frozen gradients. Collective if that is."""
         self.layer.backward_weights(params, cache, pending, completed(params, grads, self.names))
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Any:
-        """Call the layer's ``backward``. Collective if the layer is split."""
+        """Call the layer's ``backward``, with new arrays for frozen gradients. Collective if the layer is split."""
         return self.layer.backward(params, cache, dy, completed(params, grads, self.names))
 
 
@@ -667,7 +667,7 @@ class PartlyFrozen(FrozenNames, Wrapper):
 
 
 def completed(params: Params, grads: Params, names: tuple[str, ...]) -> Params:
-    """Return ``grads`` with a new array for each parameter of ``names`` that has none. Not collective."""
+    """Return ``grads`` with a new array for each parameter of ``names`` that ``grads`` lacks. Not collective."""
     result, named = grads, dict(flat_names(grads))
     for name in names:
         if named.get(name) is None:

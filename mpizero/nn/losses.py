@@ -83,8 +83,8 @@ class WeightedTarget:
     def sample_weights(self, samples: int) -> tuple[Array | None, WeightedTarget]:
         """Separate weights and masks of whole samples from those of elements within samples.
 
-        Returns the weight of each sample, computed from those of weight and mask that have the shape (samples,), or
-        None if neither has; and a target with the other arrays.
+        Returns the weights of samples, from the weight and the mask of shape (samples,), or None if neither has this
+        shape; and a target with weight and mask of other shapes.
         """
         alone = [getattr(array, "ndim", 0) == 1 for array in (self.weight, self.mask)]
         of_samples = WeightedTarget(
@@ -338,7 +338,7 @@ class BCEWithLogitsLoss(ElementLoss):
     Parameters
     ----------
     pos_weight : float, sequence of float or None
-        Factor on the loss of a target of 1: one number, or one for each output (the last axis). None is 1.
+        Factor on the loss of a target of 1: one number, or one for each output (the last axis). None is a factor of 1.
 
     Examples
     --------

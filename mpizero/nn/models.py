@@ -2,11 +2,11 @@
 
 The first functions make a model's parameters (:func:`initial_parameters`, :func:`bind`), and compute predictions,
 losses and gradients. :class:`MLP` is a fully connected classifier or regressor, :class:`GPT` a decoder-only transformer
-language model (Radford et al., 2019). Their ``compile_predictor`` compiles the whole forward pass to one kernel, which
-uses no BLAS and calls no layers. :func:`freeze` keeps parameters of a model from being trained, chosen by patterns of
-their names; :func:`from_torch` and :func:`to_torch` convert weights of a GPT from and to PyTorch's names and layout;
-:func:`efficient_samples` finds the number of samples with which a model's matrix products are about as fast as the
-machine can compute them.
+language model (Radford et al., 2019). The method ``compile_predictor`` of both compiles the whole forward pass to one
+kernel, which uses no BLAS and calls no layers. :func:`freeze` keeps parameters of a model from being trained, chosen by
+patterns of their names; :func:`from_torch` and :func:`to_torch` convert weights of a GPT from and to PyTorch's names
+and layout; :func:`efficient_samples` finds the number of samples with which a model's matrix products are about as fast
+as the machine can compute them.
 """
 
 from __future__ import annotations
@@ -617,8 +617,8 @@ class MLP:
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
         """Compile a function that computes outputs from samples, and keeps a copy of the parameters.
 
-        The function's results equal those of :func:`mpizero.nn.evaluate` within rounding, and it needs no BLAS. It is
-        meant for small batches, where one kernel call costs less than the calls of all layers.
+        The function's results equal those of :func:`mpizero.nn.evaluate` within rounding, and it needs no BLAS. Use the
+        function for small batches, where one kernel call costs less than the calls of all layers.
         """
         return compile_mlp(self, params)
 
@@ -729,8 +729,9 @@ class GPT:
         """Return the tensor-parallel form: heads, hidden features and vocabulary are split over ``group``.
 
         Between the blocks a rank holds the activations of its positions of the sequences: (samples, positions of this
-        rank, dim). It holds the logits of its vocabulary items: (samples, length, items of this rank). No rank holds
-        all logits. Positions, hidden features and vocabulary items are divided among the ranks by the shard rule.
+        rank, dim). After the head a rank holds the logits of its own vocabulary items: (samples, length, items of this
+        rank). No rank holds all logits. Positions, hidden features and vocabulary items are divided among the ranks by
+        the shard rule.
 
         Raises
         ------
@@ -776,9 +777,9 @@ class GPT:
     def compile_predictor(self, params: Mapping[str, Params]) -> Callable[[Array], Array]:
         """Compile a function that computes logits from ids, and keeps a copy of the parameters.
 
-        The function's results equal those of :func:`mpizero.nn.evaluate` within rounding. It takes ids of any length up
-        to ``sequence`` and needs no BLAS. It is meant for small batches, where one kernel call costs less than the
-        calls of all layers.
+        The function's results equal those of :func:`mpizero.nn.evaluate` within rounding. The function takes ids of any
+        length up to ``sequence`` and needs no BLAS. Use the function for small batches, where one kernel call costs
+        less than the calls of all layers.
         """
         return compile_gpt(self, params)
 

@@ -698,7 +698,7 @@ class SplitBlock(TransformerBlockBase):
     stream take 1 / size of the time and memory, where ``size`` is the number of ranks. For each of the two pairs the
     forward pass sends an all-gather and a reduce-scatter, and ``backward_input`` sends the same.
     :meth:`backward_weights` sends another all-gather for each pair, because a rank keeps only its own positions of the
-    pair's input. It also sends one all-reduce of the gradients of all parameters that every rank holds whole.
+    pair's input. In addition, it sends one all-reduce of the gradients of all parameters that every rank holds whole.
 
     Parameters
     ----------
@@ -783,8 +783,8 @@ class SequenceParallel(Wrapper):
 class SplitEmbedding(SplitForm):
     """Look up ids in a table whose rows are split over the ranks by the shard rule.
 
-    One rank has the table's row for an id, and the other ranks take zeros instead; their sum is the vector. This sum is
-    exact, so vectors and gradients have the same bits as those of the unsplit layer.
+    One rank has the table's row for an id, and the other ranks take zeros instead; the sum over the ranks is the
+    vector. This sum is exact, so vectors and gradients have the same bits as those of the unsplit layer.
 
     Parameters
     ----------
@@ -1175,7 +1175,7 @@ def split_model(model: BlockModel, group: Group) -> BlockModel:
         A model with a method ``split(group)``, such as mpizero's own models, or a model whose blocks have this method
         (:meth:`mpizero.nn.Layer.split`). Blocks without this method stay whole on every rank.
     group : Group
-        The ranks to split the model over. If there is only one, ``model`` itself is returned.
+        The ranks to split the model over. If there is only one rank, ``model`` itself is returned.
 
     Returns
     -------

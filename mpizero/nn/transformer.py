@@ -63,7 +63,7 @@ class Embedding(Layer):
     Parameters
     ----------
     items, features : int
-        Number of rows of ``weight``, and of elements of a row. An id that is not in [0, ``items``) is a
+        Number of rows of ``weight``, and of elements of a row. An id that is not in [0, ``items``) raises
         :class:`~mpizero.errors.DataError`.
     init : Init
         Start values of the weight.
@@ -127,7 +127,7 @@ class Position(SequenceLayer):
     Parameters
     ----------
     sequence, features : int
-        Greatest length of an input, and size of its last axis. A longer input is a
+        Greatest length of an input, and size of its last axis. A longer input raises
         :class:`~mpizero.errors.DataError`.
     init : Init
         Start values of the weight.
@@ -814,8 +814,8 @@ class CausalSelfAttention(AttentionBase):
     def keeps_probabilities(self, length: int) -> bool:
         """Tell whether the attention probabilities of sequences of ``length`` are kept for the backward pass.
 
-        They are kept if they are no larger than four arrays (samples, length, dim). For longer sequences the backward
-        pass computes them again, with the same bits.
+        Probabilities are kept if they are no larger than four arrays (samples, length, dim). For longer sequences the
+        backward pass computes them again, with the same bits.
         """
         return length <= 4 * (self.dim // self.heads)
 
@@ -1047,8 +1047,8 @@ class TransformerBlock(TransformerBlockBase):
     dim, heads : int
         Number of features and number of attention heads.
     dropout : float
-        Rate of the block's three dropouts. One acts on the attention probabilities, the others on the results of
-        ``attention`` and ``feed_forward``.
+        Rate of the block's three dropouts. One dropout acts on the attention probabilities, the others on the results
+        of ``attention`` and ``feed_forward``.
     site : int
         First of the three consecutive numbers that key the random masks of this block's dropouts.
     residual_scale : float

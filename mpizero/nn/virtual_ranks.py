@@ -506,7 +506,7 @@ class TileParameters:
 
         The arrays are views of ``grads``, or copies that :meth:`collect` copies back. Of a parameter that every tile
         holds whole, all tiles compute the same gradient: the first tile writes it to ``grads``, the others write to new
-        arrays. The same holds for integer arrays; the new ones hold the old values.
+        arrays. Integer arrays are treated alike; the new ones start with the old values.
         """
         count = len(self.declared)
         copies: list[_Copied] = []
@@ -744,8 +744,8 @@ class TiledBlock(Layer):
         The axis of the input and of the output that is cut over the tensor tiles; None if each tile has the whole
         array.
     takes_parts, gives_parts : bool
-        Whether the input and the output are tuples of the tiles' parts instead of joined arrays. They are if the block
-        before (or after) is also tiled, and on this rank.
+        Whether the input and the output are tuples of the tiles' parts instead of joined arrays. Inputs are tuples if
+        the block before is tiled and on this rank, outputs if the block after is.
     """
 
     forms: tuple[Layer, ...]

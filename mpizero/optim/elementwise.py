@@ -814,7 +814,7 @@ class AveragingOptimizer:
     After each update ``average += (1 - decay) * (parameter - average)``. The average begins with the values that the
     parameters have before the first step, as in timm's ``ModelEma``, without bias correction. The average is one more
     array of the optimizer's state, so it is sharded, saved and loaded with this state. All other attributes are those
-    of the optimizer.
+    of the wrapped optimizer.
 
     Parameters
     ----------

@@ -137,8 +137,7 @@ class VectorMethod(Settings, ABC):
         magnitude.
     ftol : float
         The method has also converged if an iteration lowers the loss by at most ``ftol * max(abs(loss), 1)``. With 0
-        there is no such limit, but several iterations in a row that lower neither the loss nor the gradient end the
-        method.
+        this does not end the method, but several iterations in a row that lower neither the loss nor the gradient do.
     regularization : dict of str to callable, or None
         Terms that are added to the loss, by the names of parameters or patterns of names: :class:`Tikhonov`,
         :class:`TotalVariation`, or the user's own. ``term(values)`` is called on one rank with the whole parameter, and
@@ -650,14 +649,15 @@ class LBFGS(SearchingMethod):
         number, an array of the parameter's shape, or None. Start values beyond a bound are moved to it.
     preconditioner : dict of str to float or Array, or None
         Positive factors by the names of parameters or patterns of names, each a number or an array of the parameter's
-        shape; 1 for other parameters. Up to a common factor, they are the diagonal matrix from which the approximation
-        of the inverse Hessian begins in every iteration: large for elements on which the loss depends little.
+        shape; 1 for other parameters. Up to a common factor, the factors are the diagonal matrix from which the
+        approximation of the inverse Hessian begins in every iteration: large for elements on which the loss depends
+        little.
     initial : {"scalar", "diagonal"}
         The matrix from which the approximation of the inverse Hessian begins in every iteration: a number times the
         preconditioner, or the inverse of a diagonal matrix that is updated by the diagonal of the BFGS formula and
         scaled by the newest pair (Gilbert & Lemaréchal 1989, "Some numerical experiments with variable-storage
-        quasi-Newton algorithms"). The latter takes one vector more, and often fewer evaluations if parameters have
-        different scales.
+        quasi-Newton algorithms"). The diagonal matrix takes one vector more, and often fewer evaluations if parameters
+        have different scales.
 
     Examples
     --------
@@ -818,8 +818,8 @@ class NonlinearCG(SearchingMethod):
 #: The state arrays of the inner conjugate gradients: the model's gradient at ``DIRECTION``, and their own direction.
 RESIDUAL, CONJUGATE = "residual", "conjugate"
 #: A step is accepted if the loss falls by more than ``_ACCEPT`` times what the quadratic model predicts. If it falls by
-#: less than ``_POOR`` times, the radius becomes ``_SHRINK_REGION`` times the length of the step; above ``_GOOD`` times it
-#: doubles, up to ``_WIDEST`` (Nocedal & Wright 2006, algorithm 4.1).
+#: less than ``_POOR`` times, the radius becomes ``_SHRINK_REGION`` times the length of the step; above ``_GOOD`` times
+#: it doubles, up to ``_WIDEST`` (Nocedal & Wright 2006, algorithm 4.1).
 _ACCEPT, _POOR, _SHRINK_REGION, _GOOD, _WIDEST = 1e-4, 0.25, 0.25, 0.75, 1e10
 #: The method ends if the radius is below this fraction of the norm of the parameters.
 _SMALLEST_REGION = 1e-14

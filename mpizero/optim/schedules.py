@@ -14,9 +14,9 @@ from mpizero.errors import ConfigError
 class Schedule:
     """Compute the learning rate of every step; ``schedule(0)`` is the learning rate of the first step.
 
-    Step s (from 0) of the warm-up has the learning rate ``lr * (s + 1) / warmup``. Then the learning rate goes from
-    ``lr`` at step ``warmup`` to ``end`` at step ``steps``, and stays at ``end``. With the constant shape it stays at
-    ``lr``.
+    Step s (from 0) of the warm-up has the learning rate ``lr * (s + 1) / warmup``. After the warm-up the learning rate
+    goes from ``lr`` at step ``warmup`` to ``end`` at step ``steps``, and stays at ``end``. With the constant shape it
+    stays at ``lr``.
 
     Attributes
     ----------
