@@ -1,10 +1,10 @@
 """ZeRO, tensor, pipeline and hybrid parallel training over MPI, with the same bits on any number of ranks.
 
-Names are loaded on first use, so ``import mpizero`` takes milliseconds and needs no MPI. Outside of an MPI job the
-import changes nothing in the process. In a process that a launcher such as mpiexec has started as a rank it installs
-hooks that end all ranks when one fails. If the job has several ranks, it also starts a thread that tells the other
-ranks what this one is doing (``install_in_job`` in ``guard/guard.py``). The environment variable
-``MPIZERO_EMBEDDED=1`` prevents both; see docs/embedding.md.
+Public names are imported on first use, so ``import mpizero`` takes milliseconds and needs no MPI. Outside of an MPI job
+the import changes nothing in the process. In a process that a launcher such as mpiexec has started as a rank the import
+installs hooks that end all ranks when one fails. If the job has several ranks, the import also starts a thread that
+reports this rank's status to the other ranks (``install_in_job`` in ``guard/guard.py``). The environment variable
+``MPIZERO_EMBEDDED=1`` prevents hooks and thread; see docs/embedding.md.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _lazy, __dir__, __all__ = lazy_names(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return a public name when it is first used; find the version, too, only then."""
+    """Import and return a public name when it is first used; ``__version__``, too, is found only then."""
     return import_module("mpizero._util.text").mpizero_version() if name == "__version__" else _lazy(name)
 
 

@@ -33,7 +33,7 @@ class MpizeroError(Exception):
     When such an error ends a job, the printed line also names the line of the user's code that led to the error. With
     ``MPIZERO_TRACEBACK=1`` the whole traceback is printed. The message is safe to print on a terminal: :meth:`__str__`
     escapes control characters in the names, keys and values that the message quotes
-    (:func:`mpizero._util.text.printable`), so the code that raises an error need not do it.
+    (:func:`mpizero._util.text.printable`), so the code that raises an error need not escape them.
 
     Examples
     --------
@@ -51,7 +51,7 @@ class MpizeroError(Exception):
     place: str = ""
 
     def __str__(self) -> str:
-        """Return :attr:`place`, if there is one, and the message, with control characters escaped."""
+        """Return the message, after :attr:`place` if the error arose in a model, with control characters escaped."""
         return printable(", ".join(filter(None, [self.place, super().__str__()])), keep="\n")
 
     def _render_traceback_(self) -> list[str]:
@@ -100,7 +100,7 @@ class StateError(MpizeroError, RuntimeError):
 
 
 class MemberError(MpizeroError):
-    """Raised on all ranks of an ensemble, after all members have ended, because some have failed; it names them.
+    """Raised on all ranks of an ensemble when all members have ended and some have failed; names the failed ones.
 
     Examples
     --------
@@ -300,7 +300,7 @@ class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
     Attributes
     ----------
     details : tuple of str
-        Further lines of the report: the collectives that ranks called before and after.
+        Further lines of the report: the collectives that ranks called before and after the first difference.
 
     Examples
     --------

@@ -28,9 +28,9 @@ def complex_type(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def as_reals(array: Array) -> Array:
-    """Return the elements of an array as a 1-D array of real numbers: a complex one is its real and imaginary part.
+    """Return the elements of an array as a 1-D array of real numbers: a complex element as real and imaginary part.
 
-    It is a view if the array is C-contiguous, else a copy.
+    The result is a view if the array is C-contiguous, else a copy.
     """
     flat = array.reshape(-1)
     return flat.view(flat.real.dtype) if flat.dtype.kind == "c" else flat
@@ -42,8 +42,9 @@ class Init:
 
     ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation) or "uniform" (on [-scale, scale)). Each
     random value is a function of the seed, the name of the parameter and the index of the element. For a complex
-    parameter, "ones" is 1 + 0i, "uniform" draws both parts on [-scale, scale), and the parts of "normal" have standard
-    deviation ``scale`` divided by the square root of 2, so that ``scale`` is that of the complex number.
+    parameter, "ones" is 1 + 0i, "uniform" draws real and imaginary part on [-scale, scale), and those of "normal" have
+    standard deviation ``scale`` divided by the square root of 2, so that the complex number has standard deviation
+    ``scale``.
     """
 
     kind: str = "zeros"
@@ -68,10 +69,10 @@ class Part:
         Half-open ranges of indices along that axis, ascending and disjoint. The local array is the concatenation of the
         ranges.
     tiles : tuple of tuples of (int, int)
-        For each tile that the rank holds, in the order of their numbers, its ranges of indices of the whole axis. Every
-        index in ``ranges`` is in one tile. Every rank of the group holds the same number of tiles, so the first tile of
-        rank r has number r times that. If a rank holds one tile, this is (), and ``ranges`` are the tile. The
-        squares for the norm of the parameter are added tile by tile, so that its bits do not depend on the number of
+        For each tile that the rank holds, in ascending order of tile numbers, the tile's ranges of indices along the
+        whole axis. Every index in ``ranges`` is in one tile. Every rank of the group holds the same number n of tiles,
+        so the first tile of rank r has number r * n. If a rank holds one tile, ``tiles`` is () and ``ranges`` describes
+        that tile. The parameter's norm adds squares tile by tile, so that its bits do not depend on the number of
         ranks, as long as the number of tiles is the same.
     """
 
@@ -103,21 +104,22 @@ class ParameterSpec:
         The slice of the whole parameter that the local array holds; None if it holds the whole parameter.
     guest : str or None
         Global name of the parameter of another pipeline stage to which this one is tied; None for all other parameters.
-        The array is then a copy of that parameter. It has the same values at every step, and it is neither saved nor
-        counted.
+        The array is then a copy of that parameter, with the same values at every step; it is not saved in checkpoints
+        and not included in numbers of parameters.
     averaged : bool
         True for a statistic of the samples, such as the running mean of a batch normalization: a parameter that no
         optimizer trains, and that every step replaces by an average. In the backward pass the layer overwrites
-        ``grads[name]`` with the parameter's new value after these samples, computed from the value that the pass was
-        given. At the end of the step the parameter becomes the mean of the new values of all micro-batches, weighted
-        by their numbers of samples and added in the order of the tree over grains. Weight of the loss, loss scale,
-        learning rate, clipping, weight decay and norms have no effect on it, and it has no optimizer state. A step that
-        is skipped leaves it unchanged. Cannot be combined with tied uses and context parallelism; compression of
-        gradients leaves it exact. If ``trainable`` is False, it is an ordinary frozen parameter.
+        ``grads[name]`` with the parameter's new value after these samples, computed from the value that the pass got.
+        At the end of the step the parameter becomes the mean of the new values of all micro-batches, weighted by their
+        numbers of samples and added in the order of the tree over grains. Weight of the loss, loss scale, learning
+        rate, clipping, weight decay and norms have no effect on it, and it has no optimizer state. A step that is
+        skipped leaves it unchanged. An averaged parameter cannot be tied, nor used with context parallelism;
+        compression of gradients leaves its values exact. If ``trainable`` is False, it is an ordinary frozen parameter.
     complex : bool
         Whether elements are complex numbers: complex64 in a model of float32, complex128 in one of float64. Shards,
-        sums, norms and optimizers see each as two real numbers. Its gradient is ``dL/dRe + i dL/dIm``, as in PyTorch,
-        so that ``w -= lr * gradient`` descends. A tensor group cannot split it.
+        sums, norms and optimizers treat each element as two real numbers. The parameter's gradient is ``dL/dRe + i
+        dL/dIm``, as in PyTorch, so that ``w -= lr * gradient`` descends. A tensor group cannot split a complex
+        parameter.
     """
 
     name: str
@@ -133,7 +135,7 @@ class ParameterSpec:
 
     @property
     def size(self) -> int:
-        """Number of real numbers that are stored: of elements, twice as many if they are complex."""
+        """Number of real numbers that are stored: the number of elements, doubled if they are complex."""
         return int(prod(self.shape)) << self.complex
 
     def element_type(self, dtype: DTypeLike) -> np.dtype[Any]:
@@ -141,7 +143,7 @@ class ParameterSpec:
         return complex_type(dtype) if self.complex else np.dtype(dtype)
 
     def view(self, reals: Array) -> Array:
-        """Return a contiguous 1-D array of :attr:`size` real numbers as an array like the parameter: a view."""
+        """Return a view, with the parameter's shape, of a contiguous 1-D array of :attr:`size` real numbers."""
         return (reals.view(complex_type(reals.dtype)) if self.complex else reals).reshape(self.shape)
 
     @property
@@ -158,12 +160,12 @@ INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
 class IntegerSpec:
     """Describe a named array of whole numbers of a block, such as a counter of batches.
 
-    A layer declares its own by a method ``own_integers()``, a block that is no :class:`~mpizero.nn.layer.Layer` all of
-    its arrays by a method ``integers()``. It reads ``params[name]`` like a parameter; on a GPU the array is in host
-    memory. Where it writes its gradients, it may write a new value to ``grads[name][...]``, which holds the old one
-    before. Every micro-batch starts from the value at the beginning of the step, and all micro-batches must come to the
-    same new one, which replaces the old one when the step has updated the parameters. The arrays are small: each rank
-    of the block's pipeline stage has a copy.
+    A layer declares its own arrays by a method ``own_integers()``; a block that is no :class:`~mpizero.nn.layer.Layer`
+    declares all of its arrays by a method ``integers()``. The layer reads ``params[name]`` like a parameter; on a GPU
+    the array is in host memory. In the backward pass ``grads[name]`` holds the old value, and the layer may write a new
+    one to ``grads[name][...]``. Every micro-batch starts from the value at the beginning of the step, and all
+    micro-batches must compute the same new value, which replaces the old one when the step has updated the parameters.
+    The arrays are small: each rank of the block's pipeline stage has a copy.
 
     Attributes
     ----------
@@ -184,15 +186,15 @@ class IntegerSpec:
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """The dtype of the array in checkpoints, which have no bool: uint8 in its place."""
+        """The dtype of the array in checkpoints: uint8 in place of bool, which checkpoints cannot store."""
         return np.dtype("uint8" if self.dtype == "bool" else self.dtype)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what a forward pass is given besides its input ``x`` and the parameters.
+    """Hold what a forward pass gets besides its input ``x`` and the parameters: step, seed, positions of samples.
 
-    Nothing in it but ``ranges`` depends on the rank or on the number of ranks.
+    Only ``ranges`` depends on the rank and on the number of ranks.
 
     Attributes
     ----------
@@ -212,9 +214,9 @@ class Run:
         length from the positions that it holds, because the number of positions may differ by one between ranks. If
         ``length`` is 0, each layer that needs it asks the other ranks with one small message.
     ranges : tuple of (int, int)
-        The ranges (start, stop) of positions in the whole sequences that the rank's part of a context group has,
-        ascending: ``((0, length),)`` without a context group; () if unknown. A tensor group cuts these positions, one
-        range after the other, once more.
+        The ranges (start, stop) of positions in the whole sequences that this rank of a context group holds, ascending:
+        ``((0, length),)`` without a context group; () if unknown. A tensor group splits the concatenation of these
+        ranges further.
     """
 
     training: bool = False
@@ -238,18 +240,19 @@ class Run:
 
     @property
     def described(self) -> str:
-        """The length of the whole sequences, to follow a shape in a message; "" if the rank has all of each."""
+        """Text with the length of whole sequences, to follow a shape in a message; "" if the rank holds whole ones."""
         return "" if self.held == self.length else f" of sequences of {self.length}"
 
     def on_whole(self, length: int) -> Run:
-        """Return a copy for whole sequences of ``length`` positions. Not collective."""
+        """Return a copy whose :attr:`ranges` are whole sequences of ``length`` positions. Not collective."""
         return replace(self, length=length, ranges=((0, length),))
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Pieces:
-        """Find the positions from ``start`` to ``stop`` of :attr:`ranges`, counted through all ranges.
+        """Find the positions from ``start`` to ``stop`` in the concatenation of :attr:`ranges`.
 
-        ``stop=None`` stands for all. Returns two slices for each range with any of these positions: where they lie
-        among the positions asked for, and where in the whole sequences. Not collective.
+        ``stop=None`` is the end of the last range. For each range that has some of these positions, two slices are
+        returned: the indices of the positions among those from ``start`` to ``stop``, and in the whole sequences. Not
+        collective.
         """
         stop, before = self.held if stop is None else stop, 0
         found = []
@@ -298,7 +301,7 @@ class Group(Protocol):
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Concatenate the arrays of all ranks along ``axis``; the array of rank r has length ``sizes[r]`` there.
 
-        The result is only read: a rank with several tiles gives it to all of them.
+        Callers must not write to the result: on a rank with several tiles, all tiles share it.
         """
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
@@ -364,8 +367,9 @@ class BlackBoxModel(Protocol):
     """Describe a model as one function that computes loss and gradients from named arrays.
 
     ``loss_and_grad`` returns the sum of the losses over the batch, the gradients of that sum by name, and the weight of
-    the batch. If the model has an attribute ``in_place`` that is True, it is called as ``loss_and_grad(parameters,
-    batch, gradients)``, overwrites the arrays in ``gradients``, and returns the sum and the weight.
+    the batch. If the model has an attribute ``in_place`` that is True, ``loss_and_grad`` is called as
+    ``loss_and_grad(parameters, batch, gradients)``. It then overwrites the arrays in ``gradients``, and returns the sum
+    and the weight.
     """
 
     @property

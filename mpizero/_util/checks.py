@@ -2,10 +2,9 @@
 
 A check is a function that returns the value to use, or raises :class:`Unexpected` with a text of what is expected.
 :func:`require` turns that exception into the error that users see. Configuration files and command line options use the
-same checks, but word their messages themselves. :func:`strict_json` parses what other machines and files say. Below the
-checks of numbers and arrays stand those of a user's own functions: with which arguments they are called
-(:func:`takes_run`), and whether what they return is a loss, a weight or a gradient; errors name the function, its file
-and its line.
+same checks, but word their messages themselves. :func:`strict_json` parses JSON of other machines and of files. Further
+functions check a user's own functions: with which arguments they are called (:func:`takes_run`), and whether they
+return a loss, a weight or a gradient; errors name the user's function, its file and its line.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ def require(name: str, value: object, check: Callable[[Any], T], error: type[Mpi
 
 
 def is_whole(value: object, least: int = 0, most: int = 2**63 - 1) -> TypeGuard[int]:
-    """Tell whether a value is an integer of Python or NumPy, but no bool, from ``least`` to ``most`` inclusive."""
+    """Tell whether a value is an integer of Python or NumPy, and not a bool, from ``least`` to ``most`` inclusive."""
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
 
 def home_path(path: str | PathLike[str]) -> Path:
-    """Return a path in which "~" or "~user" at the beginning is replaced by that home folder.
+    """Return a path in which "~" or "~user" at the beginning is replaced by the user's home folder.
 
     Raises
     ------
@@ -188,9 +187,9 @@ _TWO_ARRAYS = "give the values and the mask as two arrays, for example {'values'
 
 
 def unmasked(value: T, what: str, error: type[MpizeroError] = LayoutError, way: str = _FILLED) -> T:
-    """Return ``value``; raise ``error`` if it is a masked array, or a list of some: as an array it would lose its mask.
+    """Return ``value``; raise ``error`` for a masked array, or a list with one: conversion would lose the mask.
 
-    ``what`` names the value in the message, ``way`` is the way out.
+    In the message ``what`` names the value, and ``way`` says what the user can pass instead.
     """
     module = sys.modules.get("numpy.ma")  # which takes 30 ms to import; without it there are no masked arrays
     kind = getattr(module, "MaskedArray", None)  # nor while another thread imports it
@@ -201,27 +200,27 @@ def unmasked(value: T, what: str, error: type[MpizeroError] = LayoutError, way: 
 
 
 def unmasked_samples(value: T, path: str) -> T:
-    """Return an array of samples, or a list; raise DataError, which names ``path``, if it is masked."""
+    """Return an array or a list of samples; raise a DataError that names ``path`` if an array is masked."""
     return unmasked(value, path, DataError, _TWO_ARRAYS)
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return ``array`` in this machine's byte order, equal numbers as equal bytes: itself, or a copy if it has others.
+    """Return ``array`` in this machine's byte order, with zeros as padding bytes: itself, or a converted copy.
 
-    Files of other machines hold numbers in theirs. NumPy computes with them, but messages, checksums and compiled code
-    see bytes.
+    Files of other machines may have the other byte order. NumPy computes with either, but MPI messages, checksums and
+    compiled code read the bytes as they are, and equal numbers must be equal bytes.
     """
     swapped = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     return swapped if has_plain_bytes(swapped) else _without_padding(swapped)
 
 
 def has_plain_bytes(array: NDArray[Any]) -> bool:
-    """Tell whether an array is in this machine's byte order, and has no bytes without meaning, as extended floats."""
+    """Tell whether an array is in this machine's byte order, without padding bytes such as those of extended floats."""
     return array.dtype.isnative and array.dtype.char not in "gG"
 
 
 def _without_padding(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a copy of extended floats with zeros where x86 has bytes without meaning, ten bytes of sixteen."""
+    """Return a copy of extended floats with zeros as padding bytes: on x86 only ten bytes of sixteen have a meaning."""
     kind = np.finfo(np.longdouble)
     used, size = 10 if kind.nmant == 63 else kind.dtype.itemsize, kind.dtype.itemsize
     copy = np.zeros(array.shape, array.dtype)
@@ -234,12 +233,12 @@ def _without_padding(array: NDArray[Any]) -> NDArray[Any]:
 def number_array(values: Any, what: str, *, complex: bool = True) -> NDArray[Any]:
     """Convert ``values`` to an array of booleans, integers, floats or, if ``complex``, complex numbers.
 
-    It has this machine's byte order.
+    The array has this machine's byte order.
 
     Raises
     ------
     LayoutError
-        If the values are no such numbers; the message begins with ``what``, the name of the values.
+        If a value is of another type; the message begins with ``what``, the name of the values.
     """
     if isinstance(values, Mapping):
         inner = ", ".join(repr(str(key)) for key in list(values)[:3])
@@ -432,7 +431,8 @@ def gradient(function: Callable[..., Any], name: str, value: Any, view: Array, r
     Raises
     ------
     LayoutError
-        If it has another shape, or is not float32 or float64; of a complex parameter, complex64 or complex128.
+        If the gradient has another shape, or a type other than float32 and float64 (of a complex parameter: complex64
+        and complex128).
     """
     array = np.asarray(unmasked(value, f"{named(function, 'loss_and_grad')} returned a gradient of {name!r} that"))
     if array.dtype.kind != view.dtype.kind or array.real.itemsize < 4:
@@ -457,7 +457,7 @@ def take_integers(function: Callable[..., Any], name: str, value: Any, view: Arr
     Raises
     ------
     LayoutError
-        If it has another shape, or values that the array's dtype cannot hold.
+        If the new value has another shape, or numbers that the array's dtype cannot hold.
     """
     array = np.asarray(unmasked(value, f"{named(function, 'loss_and_grad')} returned a value of {name!r} that"))
     if array.shape == view.shape and array.dtype.kind in "iub":

@@ -4,13 +4,14 @@ A :class:`Fingerprint` takes a value apart level by level, by the first of its r
 functions and objects of a user it inspects code, to find which variables are read and which fields are changed. Where
 digests differ, :func:`words` and :func:`shown` name the part of a value and the value itself for the error message.
 
-[Note: what counts] The digest of an object covers its class and its fields. The digest of a function covers its name,
-its code, its defaults, and the global and enclosing variables that it reads and does not change. The digest does not
-depend on the process: addresses, string hashes, lines and paths of source files, and the order of sets and dictionaries
-do not count. Values stored by a ``cached_property`` do not count. For an object of a user's class, fields that its
-methods change when mpizero calls them do not count either. For modules, and for classes and functions of installed
-packages, only the name counts. Digests are saved with runs, so names of mpizero's own classes and functions leave out
-their modules: those may be moved, and a user's may not. Three kinds of things are left out:
+[Note: what is compared] The digest of an object covers its class and its fields. The digest of a function covers its
+name, code, default arguments, and the global and enclosing variables that it reads and does not change. The digest does
+not depend on the process: addresses, string hashes, lines and paths of source files, and the order of sets and
+dictionaries are not part of it. Values stored by a ``cached_property`` are not part of it. For an object of a user's
+class, fields that its methods change when mpizero calls them are not part of it either. For modules, and for classes
+and functions of installed packages, only the name is compared. Digests are saved with runs, so names of mpizero's own
+classes and functions leave out their modules, which may change between versions; the module of a user's class is part
+of its name. Three kinds of things are left out:
 
 - fields and variables whose name says that they may differ between ranks: names that begin with an underscore, are
   ``rank``, ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in lower or upper case. This does not apply to
@@ -57,7 +58,7 @@ class _Rare(type):
 
 
 class Rare(metaclass=_Rare):
-    """Have the values of some classes of Python's library as instances, without their modules."""
+    """Match instances of some classes of Python's library (by ``isinstance``) without importing their modules."""
 
 
 BY_REPR = (range, slice, Rare, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo)
@@ -104,7 +105,7 @@ class Fingerprint:
     Attributes
     ----------
     left_out : dict of str to str
-        The values that were not compared: from the place of each value (``sampler of model``) to a description of it.
+        The values that were not compared: for the path of each value (``sampler of model``) a description of it.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class Fingerprint:
         self._subject, self._steps = "", list[str]()
 
     def digest(self, value: Any) -> bytes:
-        """Return bytes that are equal, in every process, for values that count as equal; see [Note: what counts]."""
+        """Return bytes that are equal, in every process, for equal values; see [Note: what is compared]."""
         value = _python(value)
         if type(value) in PLAIN:
             return _plain(value)
@@ -187,7 +188,7 @@ class Fingerprint:
         return self._ignored[kind]
 
     def hides_fields(self, kind: type) -> bool:
-        """Tell whether objects of a class are left out: fields cannot be seen, or the class is Python's own."""
+        """Tell whether objects of a class are not compared: their fields are hidden, or the class is Python's own."""
         if kind not in self._hidden:
             file = getattr(sys.modules.get(kind.__module__), "__file__", None)
             bare = not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__)
@@ -329,7 +330,7 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
 
 
 def _bare(value: Any) -> bytes:
-    """Return, as bytes, the ``repr`` that the built-in base class of a value's type gives."""
+    """Return the ``repr`` of a value as bytes; an instance of a subclass of str or int, say, as one of str or int."""
     for kind in (str, bytes, int, float, complex):
         if isinstance(value, kind):
             return kind.__repr__(value).encode(errors="backslashreplace")
@@ -342,7 +343,7 @@ def _sized(content: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _label(step: str) -> bytes:
-    """Return what stands before the digest of a part: few names lead to all parts."""
+    """Return the name of a part with its length, as bytes that precede the part's digest; cached, as names recur."""
     return _sized(step.encode(errors="backslashreplace"))
 
 
@@ -364,7 +365,7 @@ def _rule(value: Any) -> Callable[[Fingerprint, Any], Parts]:
 
 
 def _by_fingerprint(_: Fingerprint, value: Any) -> Parts:
-    """Decompose an object into what its own ``fingerprint`` is or returns."""
+    """Decompose an object into the value of its own property or method ``fingerprint``."""
     fingerprint = value.fingerprint
     return Parts(qualified_name(type(value)), {".fingerprint": fingerprint() if callable(fingerprint) else fingerprint})
 
@@ -390,7 +391,7 @@ def _offers(kind: type) -> bool:
 def _is_member(name: str, item: Any) -> bool:
     """Tell whether an attribute of a class is compared.
 
-    Slots are not compared, and ``__call__`` is. For other attributes the name decides; see [Note: what counts].
+    Slots are not compared, and ``__call__`` is. For other attributes the name decides; see [Note: what is compared].
     """
     if isinstance(item, types.MemberDescriptorType | types.GetSetDescriptorType):
         return False
@@ -398,7 +399,7 @@ def _is_member(name: str, item: Any) -> bool:
 
 
 def _fields(value: Any, ignored: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each field of an object that is compared; fields named in ``ignored`` are left out."""
+    """Yield name and value of each field of an object that is compared; those named in ``ignored`` are not."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

@@ -1,7 +1,7 @@
 """Read rank, number of ranks and kind of launcher from the environment variables of this process, without MPI.
 
-:class:`Launch` is what the launcher tells. Programs that a rank starts inherit its variables, so :func:`standing` also
-looks at the ancestors of this process, to find whether it is a rank itself: see [Note: programs of a rank].
+:class:`Launch` holds what the launcher tells. Programs that a rank starts inherit its variables, so :func:`standing`
+also looks at the ancestors of this process, to find whether it is a rank itself: see [Note: programs of a rank].
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def launched_local_rank(environment: Mapping[str, str]) -> int:
 
 
 def ranks_of_node(environment: Mapping[str, str]) -> int:
-    """Return the number of processes of this node up to this one; 1 if the launcher does not tell its place."""
+    """Return this process's number among those of its node, from 1; 1 if the launcher does not tell the number."""
     return _first(environment, BY_NODE, 0) + 1
 
 
@@ -108,17 +108,17 @@ def is_several(environment: Mapping[str, str]) -> bool:
 
 
 class Standing(NamedTuple):
-    """Say whether this process is a rank, or a program that a rank has started.
+    """Tell whether this process is a rank, or a program that a rank has started.
 
     Attributes
     ----------
     rank : bool
         True for a rank.
     program : bool
-        True for a program of a rank that has loaded MPI: such a program cannot be that rank. If neither ``rank`` nor
-        ``program`` is true, nobody can tell: the program was meant to be the rank, or to work alone.
+        True for a program started by a rank that has loaded MPI: such a program cannot be the rank itself. If neither
+        ``rank`` nor ``program`` is true, the case is unclear: the process was meant to be the rank, or to work alone.
     text : str
-        Why it is no rank, for messages; "" for a rank.
+        The reason why this process is no rank, for messages; "" for a rank.
     """
 
     rank: bool = True
@@ -136,15 +136,16 @@ def standing(environment: Mapping[str, str]) -> Standing:
 
     [Note: programs of a rank] A program that a rank starts inherits the launcher's variables. If the program
     initialized MPI with these variables, it would pretend to be that rank, and MPI would end it. But a wrapper between
-    the launcher and the rank (a Python launcher, a profiler) looks the same, and what it starts *is* the rank. MPI
-    tells them apart:
+    the launcher and the rank (a Python launcher, a profiler) looks the same, and the program that it starts *is* the
+    rank. These signs tell the two cases apart:
 
     - an ancestor process under the same launcher has loaded mpi4py: it is the rank, and this process a program of it;
-    - so says :data:`RANK_PROCESS`, which a supervised rank sets, if it holds another process ID, the same launcher and
-      that MPI was loaded. This sign lives longer than the process that has set it;
-    - the same variable says that MPI was not loaded: a rank, or a wrapper that has imported mpizero. It is unclear;
+    - the variable :data:`RANK_PROCESS`, which a supervised rank sets, has another process ID and the same launcher, and
+      says that MPI was loaded: this process is a program of that rank, which may have ended since;
+    - the same variable says that MPI was not loaded: a rank or a wrapper that has imported mpizero has set it, and the
+      case is unclear;
     - the socket that MPICH's launcher opened for the rank is not open in this process, since most children do not
-      inherit it. Without any other sign it is unclear, too, for MPI cannot start without the socket.
+      inherit it. Without any other sign the case is unclear, too, because MPI cannot start without the socket.
 
     A program that a rank starts through another mpiexec has another launcher, so it counts as a rank.
     """
@@ -168,7 +169,7 @@ def standing(environment: Mapping[str, str]) -> Standing:
 
 
 def unclear(environment: Mapping[str, str]) -> str:
-    """Return why nobody can tell whether this process is one of several ranks, and what to do; "" if it is clear."""
+    """Return why it is unclear whether this process is one of several ranks, and what to do; "" if it is clear."""
     state, launch = standing(environment), Launch.of(environment)
     if state.rank or state.program or launch.size == 1:
         return ""
@@ -180,7 +181,7 @@ def unclear(environment: Mapping[str, str]) -> str:
 
 
 def launched_without_mpi(environment: Mapping[str, str]) -> str:
-    """Return why several processes that torchrun or its like has started are no ranks; "" if none has."""
+    """Return why processes of torchrun or another launcher without MPI are no ranks; "" without such a launcher."""
     count = environment.get("WORLD_SIZE", "")
     if not {"RANK", "LOCAL_RANK"} <= set(environment) or not count.isdecimal() or int(count) < 2:
         return ""
@@ -197,12 +198,12 @@ def describe_rank(launch: Launch) -> str:
 
 
 def is_first(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process speaks for its job: it is rank 0 of the launcher, or no rank, or may be none."""
+    """Tell whether this process prints for its job: it is rank 0 of the launcher, or not clearly a rank."""
     return launched_rank(environment) == 0 or not is_rank(environment)
 
 
 def mark(environment: Mapping[str, str]) -> str:
-    """Return the value for :data:`RANK_PROCESS`: process ID, whether MPI is loaded, what identifies the launcher."""
+    """Return the value for :data:`RANK_PROCESS`: process ID, whether MPI is loaded, and identity of the launcher."""
     mpi = "MPI" if "mpi4py.MPI" in sys.modules else "-"
     return f"{os.getpid()} {mpi} {_way(environment)} {_ancestors(environment)[1]}"
 
@@ -231,7 +232,7 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...], default: int)
 
 
 def integer_of(environment: Mapping[str, str], name: str) -> int | None:
-    """Return the whole number that a variable of the environment has; None if it has none."""
+    """Return an environment variable as an integer; None if it is not set or no whole number."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() else None
 
@@ -256,9 +257,9 @@ def job_name(environment: Mapping[str, str]) -> str:
 def _ancestors(environment: Mapping[str, str]) -> tuple[list[int], int | None]:
     """Return the process IDs of the ancestors that belong to the same rank, nearest first, and the launcher's socket.
 
-    They are shells, wrappers, or the rank that has started this program. The socket is its inode in the nearest
-    process that has it open, this one included; None if none has. Processes above that one have it, too, or belong to
-    another launcher.
+    The ancestors are shells, wrappers, or the rank that has started this program. The socket to the launcher is given
+    as its inode; None if neither this process nor an ancestor has it open. An ancestor of a process with the socket has
+    the same one open, or belongs to another launcher.
     """
     ancestors: list[int] = []
     process, way, socket = os.getpid(), _way(environment), _socket(environment)

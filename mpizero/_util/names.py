@@ -1,7 +1,7 @@
 """Check and select names of parameters, suggest the known name that a wrong one resembles, and import names lazily.
 
-A parameter's name must be one that an HDF5 file can store (:func:`check_names`), and patterns of a shell select
-parameters (:func:`selected`). An unknown name of any kind raises an error with the most similar one (:func:`nearest`).
+A parameter's name must be one that an HDF5 file can store (:func:`check_names`), and shell patterns select parameters
+(:func:`selected`). An unknown name of any kind raises an error with the most similar one (:func:`nearest`).
 :func:`lazy_names` gives a package public names whose modules are imported when a name is first used.
 """
 
@@ -291,7 +291,7 @@ SETTINGS = frozenset({"lr", "learning_rate", "momentum", "weight_decay", "betas"
 
 
 def no_attribute(owner: object, name: str) -> UnknownNameError:
-    """Return the error of an attribute that an object does not have, with what PyTorch's of this name is here."""
+    """Return the error of an attribute that an object does not have; for a name of PyTorch's, it says what to use."""
     hint = f": {INSTEAD[name]}" if name in INSTEAD else ""
     return UnknownNameError(f"{type(owner).__name__!r} object has no attribute {name!r}{hint}")
 
@@ -305,7 +305,7 @@ def fits(name: str, pattern: str) -> bool:
 
 
 def as_patterns(where: str, value: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Return patterns as a tuple: one text is one pattern, None is none.
+    """Return patterns as a tuple: a string is one pattern, None gives an empty tuple.
 
     Raises :class:`ConfigError` if something else is given; ``where`` is the argument's name for the message.
     """
@@ -323,8 +323,8 @@ def selected(names: Sequence[str], where: str, patterns: Sequence[str], what: st
     Raises
     ------
     ConfigError
-        A pattern fits no name. The message has ``where`` (the argument's name), the pattern, and a name that is like
-        it; ``what`` says what the names are of.
+        If a pattern fits no name. The message has ``where`` (the argument's name), the pattern, and the most similar
+        name; ``what`` says there which objects the names belong to.
     """
     for pattern in patterns:
         if not any(fits(name, pattern) for name in names):
@@ -336,13 +336,13 @@ def selected(names: Sequence[str], where: str, patterns: Sequence[str], what: st
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__.py`` of ``package``, which calls this.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` to the ``__init__.py`` of ``package``, the caller.
 
-    The public names are those that this file imports as themselves (``from module import name as name``, one name in a
-    statement), usually under ``if TYPE_CHECKING:``, where they cost nothing, and checkers of types and readers find
-    them. So a process imports only what it uses. Names below a comment ``# Not listed`` are found, but not in
-    ``__all__`` and ``__dir__``. For other names ``__getattr__`` raises ``UnknownNameError``, which says that one of the
-    package's packages has the name, or what the most similar name is.
+    The public names are those that ``__init__.py`` imports by statements of the form ``from module import name as
+    name``. These usually stand under ``if TYPE_CHECKING:``: type checkers and readers find them there, and a process
+    imports only the modules that it uses. Names below a comment ``# Not listed`` can be imported, but are not in
+    ``__all__`` and ``__dir__``. For other names ``__getattr__`` raises ``UnknownNameError``, which names the subpackage
+    that has the name, or the most similar name.
     """
     listed, unlisted = declared(package)
     homes, names = listed | unlisted, list(listed)
@@ -377,7 +377,7 @@ def lazy_modules(package: str) -> Callable[[str], Any]:
 
 
 def declared(package: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the names that a package imports as itself, with their modules: those that it lists, and the others."""
+    """Return the module of each public name of a package: one dictionary of names in ``__all__``, one of the others."""
     source = sys.modules[package].__spec__.loader.get_source(package)  # type: ignore[union-attr]
     listed, _, more = source.partition("# Not listed")
     imports = (re.findall(r"from (\S+) import \(?\s*(\w+) as \2\b", text) for text in (listed, more))
@@ -386,7 +386,7 @@ def declared(package: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _elsewhere(package: str, name: str, homes: Mapping[str, str]) -> UnknownNameError | None:
-    """Return the error of a name that not ``package`` has, but a package in it; None if there is none."""
+    """Return the error of a name that a subpackage of ``package`` has in its place; None if no subpackage has it."""
     for inner in (inner for inner, home in homes.items() if home == package):
         if name in getattr(import_module(f"{package}.{inner}"), "__all__", ()):
             where = f"{package}.{inner}.{name}".replace("mpizero", "mz", 1)

@@ -1,8 +1,8 @@
 """Compare and summarize numbers, and compute checksums.
 
-A :class:`Measurement` holds median and range of repeated measurements. A :class:`Rounding` bounds by how much rounding
-alone can make two numbers differ, from their type and the lengths of the sums. ``crc32`` has the values of
-``zlib.crc32``, and is about as fast as memory can be read.
+A :class:`Measurement` holds median and range of repeated measurements. A :class:`Rounding` computes from the type and
+the lengths of sums by how much rounding alone can make two numbers differ. ``crc32`` has the values of ``zlib.crc32``,
+and is about as fast as memory can be read.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Rounding:
 
         The equation must hold for every element within rounding, and ``expected`` must have at least two elements that
         are not zero. A factor within a few epsilon of 1 is returned only with ``keep_one``. With ``summed``, the
-        elements may also differ as sums in another order do.
+        elements may also differ by as much as sums of the same terms in another order.
         """
         a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (actual, expected))
         scale = np.concatenate([np.full(v.size, largest(v)) for v in expected])  # sums of tied uses cancel

@@ -4,8 +4,8 @@
 dictionaries, dataclasses and SimpleNamespaces. Those containers are nodes, and so is None, which holds nothing.
 Everything else is a leaf. A leaf is an array of samples if it is a NumPy array with at least one axis, or if its
 ``__array__`` returns one (tensors of PyTorch and JAX on the host, datasets of h5py). In the second case functions and
-layers receive the NumPy array in place of the leaf, and so they do where an array has another byte order than this
-machine's: one rank then sees what many see, to which bytes are sent. Any other leaf (an array of objects, a number, a
+layers receive the NumPy array in place of the leaf. An array in another byte order is replaced by a copy in this
+machine's byte order, on one rank as on many, which exchange bytes. Any other leaf (an array of objects, a number, a
 string) cannot be cut into samples. A tree with such a leaf cannot be cut either.
 """
 
@@ -137,10 +137,10 @@ class _Walk:
         self.paths: list[str] = []
 
     def look(self, value: Any, path: str, depth: int) -> tuple[_Build, str]:
-        """Append the leaves of ``value`` to the collected arrays; return the function that rebuilds it, and its form.
+        """Append the leaves of ``value`` to the collected arrays; return its rebuilding function and its form.
 
         The form is the text of :attr:`SampleTree.form`. ``path`` is the name of ``value``; the paths of its leaves
-        begin with it. ``depth`` counts the nodes around it.
+        begin with it. ``depth`` is the number of nodes that enclose ``value``.
         """
         if (node := None if type(value) is np.ndarray else _node(value)) is None:
             leaf = _samples(value, path)
@@ -291,7 +291,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def combine_leaves(function: Callable[[list[Any]], Any], trees: Sequence[Any]) -> Any:
-    """Apply ``function`` to the lists of leaves that lie at one place of all trees; return the tree of the results.
+    """Apply ``function`` to the list of the trees' leaves at each position; return the tree of the results.
 
     All trees have the structure of the first one.
     """
@@ -347,7 +347,7 @@ def of_outline(structure: Any, leaves: Iterator[Any], depth: int = 0) -> Any:
 
     The structure does not name classes. So instances of subclasses of dict, list or tuple become plain dictionaries,
     lists or tuples. A named tuple becomes a new named tuple with the same fields, and a dataclass becomes a
-    :class:`types.SimpleNamespace`. ``depth`` counts the nodes around ``structure``.
+    :class:`types.SimpleNamespace`. ``depth`` is the number of nodes that enclose ``structure``.
 
     Raises
     ------

@@ -1,14 +1,14 @@
-"""Declare settings: fields of a frozen dataclass, each with its default, its check, and what a resumed run may change.
+"""Declare settings: fields of a frozen dataclass, each with a default, a check and a rule for resumed runs.
 
-:class:`Settings` checks them when it is made. Classes of settings combine by inheritance: a table of the configuration
-file has the fields of those classes of the library whose settings it takes (``train/config/schema.py``), and
-:class:`ConfigSection` words their errors as errors of a file. A check returns the value to use, or raises
+The constructor of :class:`Settings` calls the checks. Classes of settings combine by inheritance: the class of a table
+of the configuration file inherits from the library's classes whose settings the table has (``train/config/schema.py``),
+and from :class:`ConfigSection`, which words errors as errors of a file. A check returns the value to use, or raises
 :class:`~mpizero._util.checks.Unexpected`, whose text says what is expected; the text of another ValueError is the whole
 message.
 
-[Note: no library] Libraries such as msgspec and pydantic check types and ranges in fewer words. Their errors would have
-to be parsed to say what these say: the value, what is allowed, the nearest word, the way out; and NumPy's numbers,
-durations of batch systems, and settings that do not fit together need functions of their own there, too.
+[Note: no library] Libraries such as msgspec and pydantic check types and ranges in fewer words. But their errors would
+have to be parsed to give messages with the value, the allowed values, the most similar word and a remedy; and NumPy's
+numbers, durations of batch systems, and settings that do not fit together would need functions of their own there, too.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ Resume = Literal["free", "override", "never"]
 
 
 def setting(default: Any, check: Check, *, resume: Resume = "override", off: Any = None) -> Any:
-    """Declare a setting with its default, which ``dataclasses.MISSING`` stands for where there is none, and its check.
+    """Declare a setting with its default (``dataclasses.MISSING`` if it must be given) and its check.
 
-    ``off`` is what a file has for None, which TOML does not know.
+    ``resume`` says whether a resumed run may change the setting. ``off`` is the value that stands for None in a
+    configuration file, because TOML has no None.
     """
     return field(default=default, metadata={"check": check, "resume": resume, "off": off})
 
 
 def like(kind: type, name: str, **changes: Any) -> Any:
-    """Declare a setting like that of another class; ``changes`` are another ``default``, ``resume`` or ``off``."""
+    """Declare a setting like ``name`` of class ``kind``; ``changes`` are another ``default``, ``resume`` or ``off``."""
     declared = next(item for item in fields(kind) if item.name == name)
     default = changes.pop("default", declared.default)
     return field(default=default, metadata={**declared.metadata, **changes})
@@ -50,7 +51,7 @@ class Settings:
     """Serve as base class of settings: the constructor calls each field's check, and then :meth:`check_combination`."""
 
     def __post_init__(self) -> None:
-        """Raise an error if a value is wrong, or values do not fit together; the message names the setting."""
+        """Check all values and their combination; raise an error that names the wrong setting."""
         for item in fields(self):
             if check := item.metadata.get("check"):
                 try:
@@ -67,7 +68,7 @@ class Settings:
         return ConfigError(f"{name}={getattr(self, name)!r}: {message}")
 
     def named(self, name: str) -> str:
-        """Return how messages name a setting of this object."""
+        """Return the name of a setting for messages."""
         return name
 
     def values_of(self, kind: type) -> dict[str, Any]:
@@ -75,7 +76,7 @@ class Settings:
         return {item.name: getattr(self, item.name) for item in fields(kind)}
 
     def _value(self, item: Field[Any]) -> Any:
-        """Return the value to check."""
+        """Return the value of a setting that its check gets."""
         return getattr(self, item.name)
 
     def _wrong(self, name: str, error: ValueError) -> ConfigError:
@@ -117,7 +118,7 @@ def shown(value: object) -> str:
 
 
 def allowed(error: ValueError) -> str:
-    """Return what the error of a check says about allowed values, such as "must be true or false"."""
+    """Return the part of a check's error that says which values are allowed, such as "must be true or false"."""
     if not isinstance(error, Unexpected):
         return str(error)
     return f"must be {error}".replace("True or False", "true or false")
@@ -139,7 +140,7 @@ def check_option(option: str, value: object, check: Check) -> None:
 
 @dataclass(frozen=True)
 class ConfigSection(Settings):
-    """Serve as base class of the tables of a configuration file, whose errors are worded as such."""
+    """Serve as base class of the tables of a configuration file; errors name a setting as the file does."""
 
     #: The table's name in the file; "" takes it from the class's name.
     table: ClassVar[str] = ""
@@ -162,7 +163,7 @@ class ConfigSection(Settings):
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def values(self, *without: str) -> dict[str, Any]:
-        """Return the settings as they are used, by key, but for those named."""
+        """Return the values of all settings by key, except those named in ``without``."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in without}
 
     def _value(self, item: Field[Any]) -> Any:
@@ -206,9 +207,10 @@ def text(value: Any) -> str:
 
 
 def many(check: Check, *, least: int = 0, count: int | None = None, what: str = "") -> Check:
-    """Return a check for lists, which returns a tuple of what ``check`` returns for each item.
+    """Return a check for lists, which applies ``check`` to each item and returns the results as a tuple.
 
-    There must be ``count`` items or, without it, at least ``least`` items. ``what`` says in messages what is listed.
+    There must be ``count`` items or, without it, at least ``least`` items. ``what`` is the name of the items in
+    messages.
     """
     size = f"a list of {count} values" if count is not None else "a list" + f" of at least {least} values" * (least > 0)
     size += f": {what}" if what else ""

@@ -1,12 +1,12 @@
-"""Print, name and format what people read; find versions of packages.
+"""Print and format text for users, find the user's line of code in a traceback, and find versions of packages.
 
 :func:`printable` escapes control characters, so that any text can be printed safely. :func:`users_line` finds the line
-of the user's own code in a traceback, so that error messages can name it. Then come formats of numbers, ages and
-tables, and :func:`write_atomic`, which writes a file.
+of the user's own code in a traceback, so that error messages can name it. Further functions format numbers, ages and
+tables; :func:`write_atomic` writes a file.
 
-Versions of installed packages are read from the names of the folders that describe them: installers name these after
-name and version (PEP 376). Importing ``importlib.metadata`` instead takes 30 ms of processor time, because it imports
-parsers of mail and archives: of 64 ranks on two cores a second. Nothing slow is imported here: every error needs it.
+Versions of installed packages are read from the names of their metadata folders, which contain name and version (PEP
+376). Importing ``importlib.metadata`` instead would take 30 ms of processor time, which is a second for 64 ranks on two
+cores. This module imports nothing slow, because every error imports it.
 """
 
 from __future__ import annotations
@@ -81,10 +81,11 @@ def accept_all_characters() -> None:
 
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Tell whether to write colours to a stream: to terminals, unless the environment says otherwise.
+    """Tell whether to write colours to a stream: True for terminals, unless an environment variable says otherwise.
 
-    ``NO_COLOR`` forbids them and ``FORCE_COLOR`` asks for them anywhere, where not empty; ``TERM=dumb`` is a terminal
-    that has none. Ranks of Open MPI write to a terminal of its own, wherever the output goes.
+    ``NO_COLOR``, if not empty, forbids colours, and ``FORCE_COLOR`` asks for them in any stream; ``TERM=dumb`` is a
+    terminal without colours. Ranks of Open MPI get none, because Open MPI gives them a terminal even if the output of
+    the job goes to a file.
     """
     if environment.get("NO_COLOR") or environment.get("FORCE_COLOR"):
         return not environment.get("NO_COLOR")
@@ -129,8 +130,9 @@ def is_users(file: str) -> bool:
 def users_line(trace: TracebackType | None) -> Line | None:
     """Return the innermost frame of a traceback that is in the user's own code, or None.
 
-    If there is none because the user's program is itself an installed package, the frame that calls mpizero is
-    returned. The result is None if no such frame exists, for example inside a command such as ``mpizero train``.
+    If no frame is, because the user's program is itself an installed package, the frame that calls mpizero is returned.
+    If no frame outside of mpizero exists either, the result is None, for example in a command such as ``mpizero
+    train``.
     """
     lines = list(_lines(trace))
     if of_user := [line for line in lines if is_users(line.file)]:
@@ -143,7 +145,7 @@ def users_line(trace: TracebackType | None) -> Line | None:
 def stacklevel() -> int:
     """Return the ``stacklevel`` with which ``warnings.warn`` of the caller names the line of the user's code.
 
-    If there is none, the warning names the line that called mpizero.
+    If no user's code is on the stack, the warning names the line that called mpizero.
     """
     files: list[str] = []
     frame = sys._getframe().f_back
@@ -171,7 +173,8 @@ def shows_all() -> bool:
 def rendered(error: BaseException) -> list[str]:
     """Return the lines that IPython and Jupyter print for an error: the line of the user's code, then the message.
 
-    If no line of the user's code is found, or ``MPIZERO_TRACEBACK`` is set, they are the whole traceback.
+    If no line of the user's code is found, or ``MPIZERO_TRACEBACK`` is set, the lines of the whole traceback are
+    returned.
     """
     line = users_line(error.__traceback__)
     if line is None or shows_all():
@@ -185,7 +188,7 @@ _AGES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def amount(value: float) -> str:
-    """Format a number with four digits and a prefix such as "k" or "M", for example "1.5 G"; append the unit to it."""
+    """Format a number with four digits and a prefix such as "k" or "M" ("1.5 G"); the caller appends the unit."""
     scale, prefix = next(((s, p) for s, p in PREFIXES if value >= s), PREFIXES[-1])
     return f"{value / scale:.4g} {prefix}"
 
@@ -238,7 +241,7 @@ def duration(seconds: float) -> str:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file atomically: a reader finds all of it, or what was there before, whatever ends this process."""
+    """Write a file atomically: a reader finds all of ``data`` or the old file, even if this process is killed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.tmp")  # threads may be ranks
     try:
         with temporary.open("wb") as file:
@@ -271,7 +274,7 @@ def mpizero_version() -> str:
 
 @cache
 def _versions(folders: tuple[str, ...]) -> dict[str, str]:
-    """Return the version of each package that is described in one of ``folders``; the first one counts."""
+    """Return the version of each package that is described in one of ``folders``; the first folder has precedence."""
     versions: dict[str, str] = {}
     for folder in folders:
         with suppress(OSError):
@@ -284,5 +287,5 @@ def _versions(folders: tuple[str, ...]) -> dict[str, str]:
 
 
 def _normalized(name: str) -> str:
-    """Return the form of a package's name in which all spellings of it are equal (PEP 503)."""
+    """Return a package's name in its normalized form, which is equal for all spellings (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
