@@ -198,7 +198,7 @@ class WriterThread:
 
 
 class PendingSave:
-    """Represent a save in progress: a thread writes it, and its checkpoint does not exist yet; made by :func:`begin`.
+    """Represent a save in progress, made by :func:`begin`: a thread writes values, the checkpoint does not exist yet.
 
     Only :meth:`commit` makes the checkpoint. If the object is deleted or the interpreter exits before :meth:`commit`,
     everything that was written is removed.
@@ -250,7 +250,7 @@ class PendingSave:
         return not self._clear.alive
 
     def commit(self) -> None:
-        """Wait until all ranks have written their values, and publish the checkpoint; a second call does nothing.
+        """Wait until all ranks have written their values, and make the checkpoint; a second call does nothing.
 
         Collective over the communicator of :func:`begin`.
 
@@ -293,11 +293,11 @@ def begin(
     replace: bool = False,
     alignment: int = ALIGNMENT,
 ) -> PendingSave:
-    """Copy the values of arrays and attributes, start a thread that writes the copy, and return the save in progress.
+    """Copy values of arrays and attributes, start a thread that writes the copy, and return the save in progress.
 
     Collective over ``comm``. When this function returns, the caller may change the arrays. The thread writes with the
-    back end "direct", without MPI. :meth:`PendingSave.commit` makes the checkpoint. It has the same bytes as a
-    checkpoint that :func:`~mpizero.checkpoint.writer.write` makes.
+    back end "direct", without MPI. :meth:`PendingSave.commit` makes the checkpoint, with the same bytes as
+    :func:`~mpizero.checkpoint.writer.write`.
 
     Parameters
     ----------

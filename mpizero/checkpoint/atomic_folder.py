@@ -1,9 +1,9 @@
 """Write the folder of a checkpoint: it appears whole or not at all, and an error on one rank is raised on every rank.
 
-:func:`agreed` and :func:`on_root` end a step of a save or load alike on all ranks. :func:`create_locked_folder` makes a
-hidden folder beside the target, :func:`fill_file` makes the state file in it, and :func:`commit` syncs it to disk and
-renames it. The lock on the hidden folder tells a save in progress from the leftovers of a killed one, which
-:func:`remove_leftovers` clears.
+:func:`agreed` and :func:`on_root` run a step of a save or load, which then succeeds or fails on all ranks alike.
+:func:`create_locked_folder` makes a hidden folder beside the target, :func:`fill_file` makes the state file in it, and
+:func:`commit` syncs it to disk and renames it. The lock on the hidden folder distinguishes a save in progress from the
+leftovers of a killed one, which :func:`remove_leftovers` removes.
 
 :func:`store_directly` is the back end "direct": every rank writes its values into the HDF5 file by system calls,
 without HDF5. :func:`join_parts` combines the checksums of what the ranks have written into those of whole blocks.
@@ -125,7 +125,7 @@ class CapturedError:
 
 
 def raise_first(errors: Sequence[PortableError | None], prefix: str, local_error: Exception | None = None) -> None:
-    """Raise the error of the lowest rank that has one; do nothing if no rank has one.
+    """Raise the error of the lowest rank that has an error; do nothing if no rank has one.
 
     ``errors`` holds the error of each rank, gathered from all ranks. ``local_error`` is the exception of this rank. The
     message begins with ``prefix``. If ``local_error`` is an unexpected error (neither about files, checkpoints nor
@@ -142,7 +142,7 @@ def raise_first(errors: Sequence[PortableError | None], prefix: str, local_error
 
 @contextmanager
 def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
-    """Run the ``with`` block on every rank; if it fails on any, raise the lowest failing rank's error on every rank.
+    """Run the ``with`` block on every rank; if it fails on one, raise the lowest failing rank's error on every rank.
 
     Collective over ``comm``. The message consists of ``prefix``, the failing rank and the reason. The other ranks raise
     the same class of error, whereas ``comm.agreement.all_ranks`` raises ``RemoteError`` there. So a program that loads
@@ -164,7 +164,7 @@ def on_root(
     """Call ``function`` on rank 0 and return its result on every rank, or raise the same error on every rank.
 
     Collective over ``comm``: one all-gather of pickled objects. Every rank calls ``before`` first. An error that
-    ``before`` raises on any rank is raised on every rank, too. The message begins with ``prefix``.
+    ``before`` raises on any rank is raised on every rank, too. Error messages begin with ``prefix``.
     """
     result: T | None = None
     with CapturedError() as captured:
@@ -270,8 +270,9 @@ def _check_target(target: str, replace: bool) -> None:
 def fill_file(path: str, skeleton: Skeleton) -> None:
     """Make the state file at its final size, with the structure of the HDF5 file but without the values of arrays.
 
-    Raises ``OSError`` if the disk has too little free space. The space is not reserved, because on a file system in
-    memory that would make all ranks wait. If the disk fills up later, writes fail. Not collective: rank 0 only.
+    Raises ``OSError`` if the disk has too little free space. The space is not reserved, because reserving it on a file
+    system in memory (tmpfs) would make all ranks wait. If the disk fills up later, writes fail. Not collective: rank 0
+    only.
     """
     space = os.statvfs(os.path.dirname(path))
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
@@ -366,7 +367,7 @@ def _path_of_replaced(target: str) -> str:
 
 
 def standing(target: str) -> str:
-    """Return where the checkpoint ``target`` is: at ``.old-<name>`` if a save was killed while it was replacing it.
+    """Return the path of the checkpoint ``target``: ``.old-<name>`` if a save was killed while replacing it.
 
     Raises :class:`CheckpointError` if the hidden path is a link, because no save makes links.
     """
@@ -523,7 +524,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def opened(path: str, flags: int) -> Iterator[int]:
-    """Open a file or folder, but no link, by a system call for a ``with`` block, and yield its descriptor."""
+    """Open a file or folder that is not a link, yield its descriptor to a ``with`` block, and close it."""
     file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         yield file
@@ -548,8 +549,8 @@ _SYNCED, _SYNC_AND_WAIT = 32 * 1024 * 1024, 1 | 2 | 4
 def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], object]) -> None:
     """Make the system write bytes ``offset:offset + nbytes`` of a file from its cache to disk, 32 MiB at a time.
 
-    ``advance`` is called with the number of bytes each time, to show progress: one long ``fsync`` looks like hanging.
-    ``fsync`` must still follow to make the file durable. On systems other than Linux nothing is done.
+    After each part ``advance`` is called with its number of bytes, so that progress is seen: one long ``fsync`` would
+    look like a hang. ``fsync`` must still follow to make the file durable. On systems other than Linux nothing is done.
     """
     function = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if function is None:
@@ -562,7 +563,7 @@ def sync_range(file: int, offset: int, nbytes: int, advance: Callable[[int], obj
 
 
 class PieceSums(NamedTuple):
-    """Hold the CRC32s of bytes ``start:stop`` of an array, one for each checksummed block that they overlap."""
+    """Hold the CRC32s of bytes ``start:stop`` of an array, one for each checksummed block that these bytes overlap."""
 
     path: str
     start: int
@@ -621,9 +622,9 @@ def write_pieces(
 
     Not collective, and without MPI. ``handle`` is the descriptor from :func:`open_state`, which this function closes,
     and ``file`` is the path for error messages. ``offsets`` holds the first byte of each array in the file. The
-    checksum of each block is computed from memory just before the block is written, so a reader finds any later damage.
-    ``advance`` is called with the number of bytes of each block after it was written, and of each range after it was
-    synced to disk. ``stopped`` is called before each block; if it returns True, writing ends.
+    checksum of each block is computed from memory just before the block is written, so readers detect any later damage.
+    ``advance`` is called with the number of bytes of each block after the block was written, and of each range after
+    the range was synced to disk. ``stopped`` is called before each block; if it returns True, writing ends.
 
     Raises
     ------

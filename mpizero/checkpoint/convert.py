@@ -1,8 +1,8 @@
 """Convert checkpoints to and from safetensors, ``.npz`` and plain HDF5 files, a few blocks in memory at a time.
 
 :func:`export` writes arrays of a checkpoint into one new file, :func:`write_imported` makes a checkpoint from a file
-that another program has written, and :func:`open_parameters` reads ranges of parameters from a file of any of these
-kinds, whatever float they are of. A new file appears only when it is complete (:func:`new_file`).
+that another program has written, and :func:`open_parameters` reads ranges of parameters of any floating-point type from
+a file of any of these kinds. A new file appears only when it is complete (:func:`new_file`).
 
 [Note: which part the library does] The library ``safetensors`` reads and checks headers before memory for tensors is
 allocated. It refuses a header that is too large, and tensors that overlap, leave gaps or do not fit their bytes. It
@@ -10,8 +10,8 @@ cannot write a file without holding all tensors in memory, and cannot read bfloa
 reads and writes the values itself, block by block. A new file gets its final name only after the library was able to
 read it.
 
-As for checkpoints, libhdf5 builds the structure of an HDF5 file in memory and never writes to the disk, because it
-crashes if the disk is full.
+As when checkpoints are written, libhdf5 builds the structure of an HDF5 file in memory and never writes to the disk,
+because it crashes if the disk is full.
 """
 
 from __future__ import annotations
@@ -386,9 +386,10 @@ def export(
         Whether to export the state arrays of the optimizer, too.
     ema : bool
         Whether to export the moving average of the parameters under their names. Parameters that no optimizer trains
-        have none, and are exported themselves.
+        have no moving average; their own values are exported.
     dtype : str, optional
-        Type of floating-point arrays: ``bfloat16``, ``float16``, or, also of complex parts, ``float32`` or ``float64``.
+        Type to which floating-point arrays are converted: ``bfloat16``, ``float16``, ``float32`` or ``float64``. The
+        last two also convert the parts of complex numbers; with the first two, complex arrays are an error.
     pattern : str, optional
         Export only arrays whose names match this shell pattern.
     tied : bool
@@ -401,7 +402,8 @@ def export(
     Raises
     ------
     ConfigError
-        If no array is chosen, the format lacks an element type, values are too large for ``dtype``, or the file exists.
+        If no array is to be exported, the format lacks an element type, values are too large for ``dtype``, or the file
+        exists.
     """
     if format not in FORMATS:
         raise ConfigError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
@@ -427,7 +429,7 @@ def chosen(
 ) -> list[ExportedArray]:
     """Return the descriptions of the arrays that :func:`export` with the same arguments writes.
 
-    ``knows_bfloat16`` says whether the format has bfloat16; otherwise such arrays become float32.
+    ``knows_bfloat16`` says whether the format has bfloat16; if not, bfloat16 arrays become float32.
     """
     if dtype is not None and dtype not in FLOATING:
         raise ConfigError(f"type {dtype!r}: must be one of {', '.join(FLOATING)}")
@@ -451,7 +453,7 @@ def chosen(
 
 
 def _converted_blocks(reader: Reader, item: ExportedArray, report: Report | None) -> Iterator[Array]:
-    """Yield the values of an array block by block, converted to the element type that they will have."""
+    """Yield the values of an array block by block, converted to the element type of the new file."""
     for _, part in blocks(reader, item.path, report):
         converted = convert(part, item.source, item.element)
         if lost := overflows(part, item.source, converted, item.element):
@@ -467,7 +469,7 @@ def averages_of(reader: Reader) -> dict[str, str]:
     Raises
     ------
     ConfigError
-        If the checkpoint has no average of its parameters, or no step was made yet.
+        If the checkpoint has no moving averages, or was saved before the first step.
     """
     averages = {PARAMETERS + path.removeprefix(AVERAGES): path for path in reader.arrays if path.startswith(AVERAGES)}
     if not averages:
@@ -535,7 +537,7 @@ class ImportRules:
 
 
 def _wanted(old: str, name: str) -> re.Match[str] | None:
-    """Match a tensor's name against ``old``, the first name of a pair; group 1 is the text that ``*`` stands for."""
+    """Match a tensor's name against ``old``, a name with at most one ``*``; group 1 is the text that ``*`` matches."""
     return re.fullmatch(re.escape(old).replace(r"\*", "(.*)"), name)
 
 
@@ -687,7 +689,7 @@ class ParameterFile(ABC):
     path : str
         The path of the file.
     arrays : mapping
-        Shape and element type (None for one that cannot be read) of each parameter by name.
+        Shape and element type (None for a type that cannot be read) of each parameter by name.
     """
 
     path: str
@@ -695,7 +697,7 @@ class ParameterFile(ABC):
 
     @abstractmethod
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of each request, whose path is a parameter's name, and convert its elements.
+        """Fill the pieces of each request, whose path is a parameter's name, with elements converted to their type.
 
         Collective over the communicator with which the file was opened; a rank may request nothing. The contents of the
         pieces are undefined after an error.
@@ -709,7 +711,7 @@ class _CheckpointParameters(ParameterFile):
     reader: Reader
 
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of all requests from the checkpoint; ranges of another type are read into new memory."""
+        """Fill the pieces of all requests from the checkpoint; other element types are read into new memory first."""
         stored = []
         for request in requests:
             shape, element = self.arrays[request.path]
@@ -727,7 +729,7 @@ class _CheckpointParameters(ParameterFile):
 
 @dataclass(frozen=True)
 class _FileParameters(ParameterFile):
-    """Read tensors of a memory-mapped safetensors file, or arrays of an ``.npz`` file, of which a rank holds one."""
+    """Read tensors of a memory-mapped safetensors file, or arrays of an ``.npz`` file, one in memory at a time."""
 
     file: TensorFile | NpzFile
 
@@ -753,15 +755,15 @@ def _convert_into(file: ParameterFile, name: str, source: Array, out: Array) -> 
 def open_parameters(path: str | os.PathLike[str], comm: Communicator) -> Iterator[ParameterFile]:
     """Open a checkpoint or a run (folders), a safetensors file or an ``.npz`` file, and yield its parameters.
 
-    Collective over ``comm``; the path of rank 0 is used, and every rank reads the file. The kind of a file is told by
-    its first bytes.
+    Collective over ``comm``; the path of rank 0 is used, and every rank reads the file. The first bytes of a file tell
+    its kind.
 
     Raises
     ------
     CheckpointMissingError
         If there is nothing at ``path``.
     CheckpointError
-        If the file is damaged, or of no kind that is known.
+        If the file is damaged, or of an unknown kind.
     ConfigError
         If the package safetensors is needed and missing.
     """

@@ -1,14 +1,14 @@
-"""Define the format of a checkpoint: the arrays it holds, the layout of its HDF5 file, its checksums, its manifest.
+"""Define the format of a checkpoint: its arrays, the layout of its HDF5 file, its checksums and its manifest.
 
-A checkpoint is one HDF5 file of whole arrays, ``state.h5``, and ``manifest.json`` with the attributes, and the place
+A checkpoint is one HDF5 file of whole arrays, ``state.h5``, and ``manifest.json`` with the attributes, and the offset
 and the checksums of every array. :class:`LocalArray` describes an array and the ranges of it that one rank writes;
-:func:`merge` makes one table of what all ranks write. Arrays are cut into blocks of 4 MiB, each with a CRC32 that can
-be computed from those of its parts, so ranks that share a block verify it without reading it twice. :func:`build` makes
-the HDF5 file in memory, without the values of its arrays, so that libhdf5 never writes to a disk. :func:`encode` and
-:func:`decode` are the manifest and its inverse.
+:func:`merge` makes one table of the arrays that all ranks write. Arrays are cut into blocks of 4 MiB, each with a CRC32
+that can be computed from those of its parts, so ranks that share a block verify it without reading it twice.
+:func:`build` makes the HDF5 file in memory, without the values of its arrays, so that libhdf5 never writes to a disk.
+:func:`encode` returns the bytes of a manifest, and :func:`decode` parses them.
 
-What is read is not trusted: only regular files are opened, JSON is parsed strictly and with limits on memory and
-nesting, and every number of a manifest is checked. Only :func:`open_regular` and :func:`read_regular` touch files.
+Files that are read are not trusted: only regular files are opened, JSON is parsed strictly and with limits on memory
+and nesting, and every number of a manifest is checked. Only :func:`open_regular` and :func:`read_regular` touch files.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class LocalArray:
         Ranges of elements of the array flattened in C order. Each piece is the index of its first element and a
         one-dimensional contiguous array of its values. For writing, the pieces of all ranks must be disjoint and make
         up the whole array. For reading, they may be any ranges, and their values are overwritten. A piece of an array
-        of complex numbers may be an array of real ones: then its first index counts these, of which each element has
-        two, so that ranks can share an element.
+        of complex numbers may be an array of real numbers: its first index then counts real numbers, two for each
+        complex element. So two ranks can share an element.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class LocalArray:
 
 
 def number_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type of the real numbers that elements of type ``dtype`` consist of: itself unless it is complex."""
+    """Return the type of real and imaginary part of a complex type ``dtype``; return other types unchanged."""
     return np.empty(0, dtype).real.dtype
 
 
@@ -140,8 +140,8 @@ def check_paths(paths: Iterable[str]) -> None:
 def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
     """Check ``array``, and return a copy with the shape as a tuple of ints and the type as ``numpy.dtype``.
 
-    The values of the pieces are not copied. With ``writable`` they must be writable. Raises a :class:`CheckpointError`
-    that names the array and what is wrong.
+    The pieces are not copied; with ``writable`` they must be writable arrays. Raises a :class:`CheckpointError` that
+    names the array and what is wrong.
     """
     path = check_path(array.path)
     dtype = np.dtype(array.dtype)
@@ -187,8 +187,9 @@ ARRAY_LIMIT = 65_536
 def merge(writes: Sequence[Sequence[WriteRanges]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return shape and element type of every array, sorted by path, from the write ranges of each rank.
 
-    ``writes`` holds them by rank. Raises :class:`CheckpointError` unless each element is written by exactly one
-    rank. Every rank calls this function with the same gathered ranges, and gets the same table or the same error.
+    ``writes`` holds one sequence for each rank. Raises :class:`CheckpointError` unless each element is written by
+    exactly one rank. Every rank calls this function with the same gathered ranges, and gets the same table or the same
+    error.
     """
     table: dict[str, tuple[tuple[int, ...], str, int]] = {}
     ranges: dict[str, list[tuple[int, int, int]]] = {}
@@ -259,7 +260,7 @@ def block_count(nbytes: int) -> int:
 
 
 def judge(length: int, stored: int, segments: Sequence[tuple[int, int, int]]) -> list[bool | None]:
-    """Verify the segments (ranges of bytes) of one block that ranks have read by the CRC32 of the block.
+    """Verify segments (ranges of bytes) of one block, which ranks have read, by the CRC32 of the block.
 
     Ranks may cut a block anywhere, and several ranks may read the same bytes. A segment can be verified if it belongs
     to a sequence of segments that follow each other without a gap and cover the block. It is correct if the CRC32 of
@@ -316,8 +317,8 @@ class Skeleton:
     """Describe an HDF5 file of ``nbytes`` bytes without the values of its arrays.
 
     ``offsets`` holds the first byte of every array by path; it is 0 for an array without elements. ``structure`` holds
-    all bytes outside the arrays as pairs of (first byte, content): what HDF5 itself wrote, and zeros where it wrote
-    nothing.
+    all bytes outside the arrays as pairs of (first byte, content): the bytes that HDF5 wrote, and zeros where HDF5
+    wrote nothing.
     """
 
     nbytes: int
@@ -338,7 +339,7 @@ class SeekableFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill ``buffer`` with the bytes at the position, and move it; return their number."""
+        """Fill ``buffer`` with the bytes at the position, advance the position, and return the number of bytes."""
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self.nbytes - self._position))
         self.fill(view[:count])
@@ -353,7 +354,7 @@ class SeekableFile(io.RawIOBase):
 class _Recording(SeekableFile):
     """Record the writes to a file in memory.
 
-    The bytes of arrays are never written, so they take no memory.
+    HDF5 never writes the values of arrays here, so they take no memory.
     """
 
     def __init__(self) -> None:
@@ -560,7 +561,7 @@ def parse(data: bytes) -> Any:
 def memory_of(data: bytes) -> int:
     """Return an upper bound on the bytes of memory that parsing ``data`` takes.
 
-    It is computed from the numbers of brackets, commas and bytes.
+    The bound is computed from the numbers of brackets, commas and bytes.
     """
     return 190 * (data.count(b"{") + data.count(b"[")) + 72 * data.count(b",") + 3 * len(data)
 

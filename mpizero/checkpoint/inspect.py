@@ -1,9 +1,9 @@
-"""Look into checkpoints: find and list them, read their arrays in blocks, convert, summarize and compare the elements.
+"""Inspect checkpoints: find and list them, read their arrays in blocks, convert, summarize and compare elements.
 
-Nothing here holds a whole array: :func:`blocks` reads and verifies 4 MiB at a time, for :func:`statistics`,
-:func:`compare` and the export alike. bfloat16, which NumPy does not have, is stored as its bits; which arrays are
-bfloat16 is an attribute of the checkpoint (:func:`element_types`), and :func:`convert` converts from and to it.
-A path that a user gives may be a checkpoint or a run: :func:`find_checkpoint` takes the newest undamaged one.
+No function holds a whole array in memory: :func:`blocks` reads and verifies 4 MiB at a time for :func:`statistics`,
+:func:`compare` and the export of checkpoints. bfloat16, which NumPy does not have, is stored as its bits; which arrays
+are bfloat16 is an attribute of the checkpoint (:func:`element_types`), and :func:`convert` converts from and to it. A
+path that a user gives may be a checkpoint or a run: :func:`find_checkpoint` takes the newest undamaged one.
 """
 
 from __future__ import annotations
@@ -127,14 +127,15 @@ def _rounded_to_odd(values: Array) -> Array:
 
 
 def as_wanted(element: str, dtype: str | None) -> str:
-    """Return the type of elements of the type ``element`` when floating-point ones are converted to ``dtype``.
+    """Return the type that elements of type ``element`` get when floating-point numbers are converted to ``dtype``.
 
-    Not collective. None converts nothing; integers are never converted. Complex numbers get parts of that type.
+    Not collective. ``dtype=None`` converts nothing; integers are never converted. Complex numbers get real and
+    imaginary parts of type ``dtype``.
 
     Raises
     ------
     ConfigError
-        If there are no complex numbers with parts of that type.
+        If ``element`` is complex, and there are no complex numbers with parts of type ``dtype``.
     """
     if dtype is None or element not in (*FLOATING, *_COMPLEX.values()):
         return element
@@ -162,7 +163,7 @@ def _infinite(values: Array, element: str) -> Array:
 def widened(values: Array, element: str) -> Array:
     """Return 1-D values of the type ``element`` converted to float64. Not collective.
 
-    Complex values become twice as many: real and imaginary part in turn.
+    Each complex value becomes two values, its real and its imaginary part.
     """
     reals = as_reals(values)
     return convert(reals, element if reals is values else reals.dtype.name, "float64")
@@ -218,7 +219,7 @@ def statistics(reader: Reader, path: str, report: Report | None = None, element:
 
 
 def _block_sums(values: Array) -> tuple[int, int, float, float, float, float]:
-    """Return the number of values; then number, minimum, maximum, sum and sum of squares of the finite values."""
+    """Return the number of values, and number, minimum, maximum, sum and sum of squares of the finite ones."""
     finite = values[np.isfinite(values)]
     if not finite.size:
         return values.size, 0, 0.0, 0.0, 0.0, 0.0
@@ -231,7 +232,7 @@ def _block_sums(values: Array) -> tuple[int, int, float, float, float, float]:
 class ArrayDifference:
     """Describe how two arrays of the same name, shape and type differ in their values.
 
-    A complex element counts as two: ``first`` then ends with 0 for its real part, with 1 for its imaginary one.
+    A complex element counts as two: ``first`` then ends with 0 for the real part, or 1 for the imaginary part.
 
     Attributes
     ----------
@@ -307,8 +308,8 @@ def compare(
         The checkpoints.
     tolerance : float
         Two elements count as equal if their difference is at most ``tolerance``, or at most ``tolerance`` times the
-        larger magnitude. All NaNs then count as equal, too. With 0, elements count as equal only if all their bits are
-        equal.
+        larger magnitude. With a tolerance > 0 all NaNs count as equal, too. With 0, elements count as equal only if all
+        their bits are equal.
     pattern : str, optional
         Compare only the arrays whose names match this shell pattern.
     report : callable, optional
@@ -518,7 +519,7 @@ def find_folder(path: Path) -> Path:
     Raises
     ------
     CheckpointError
-        If neither contains a checkpoint, sound or damaged.
+        If neither folder contains a checkpoint, undamaged or damaged.
     """
     folder = next((home for home in (path / "checkpoints", path) if step_folders(str(home))), None)
     if folder is None:

@@ -1,8 +1,8 @@
 """List, check and remove the checkpoints of a run, and mark the best one; each is a folder named ``step_<number>``.
 
 A step folder is valid if nothing is wrong with its manifest, file sizes and HDF5 structure. Only a wrong checksum or
-size proves damage: what merely cannot be opened may be whole, and is neither passed over in silence nor removed. The
-best checkpoint is marked by a link beside the step folders.
+size proves damage. A checkpoint that cannot be opened for another reason may be undamaged; it is neither skipped
+silently nor removed. The best checkpoint is marked by a link beside the step folders.
 """
 
 from __future__ import annotations
@@ -281,9 +281,9 @@ def prune(
 
     A step folder is valid if nothing is wrong with its manifest, file sizes and HDF5 structure. If there are fewer than
     ``keep`` valid folders, none is removed. Steps that are multiples of ``keep_every`` are never removed; with 0 there
-    are no such steps. Neither are the steps ``spare``. Older damaged checkpoints are removed. A checkpoint that cannot
-    be opened but may be undamaged is not removed, and neither is a link. Hidden folders that killed saves and removals
-    have left are removed, too.
+    are no such steps. The steps in ``spare`` are never removed either. Older damaged checkpoints are removed. A
+    checkpoint that cannot be opened but may be undamaged is not removed, and neither is a link. Hidden folders that
+    killed saves and removals have left are removed, too.
 
     Collective over ``comm``; only rank 0 removes. It renames each folder to a hidden name before it deletes the folder.
     If it cannot remove a folder, it calls ``report`` with a :class:`RemovalFailure` and continues with the next folder.
@@ -344,7 +344,7 @@ def _beyond(where: str, keep: int) -> list[str]:
 
 
 def _remove(path: str, removed: list[str]) -> Iterator[RemovalFailure]:
-    """Remove a step folder and append its path to ``removed``; yield the reason if something of it remains."""
+    """Remove a step folder and append its path to ``removed``; yield a failure if a part of it remains."""
     if os.path.islink(path):
         yield RemovalFailure(path, "it is a link; remove it by hand")
         return
@@ -386,13 +386,13 @@ def marked_best(folder: str | os.PathLike[str]) -> int | None:
 def mark_best(folder: str | os.PathLike[str], step: int | None, comm: object = None) -> None:
     """Make the link ``best`` in ``folder`` point to the checkpoint of ``step``; None removes the link.
 
-    A link that exists is replaced in one step, so there is always a link to a whole checkpoint, also if the process is
+    An existing link is replaced atomically: a link to a whole checkpoint exists at every moment, even if the process is
     killed. Collective over ``comm``; only rank 0 changes the link.
 
     Raises
     ------
     CheckpointError
-        If ``best`` is no link, or cannot be made.
+        If ``best`` exists and is no link, or the link cannot be made.
 
     Examples
     --------

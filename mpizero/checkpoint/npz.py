@@ -1,7 +1,7 @@
 """Write and read NumPy's ``.npz`` files: zip archives with one ``.npy`` file for each array.
 
-[Note: why not numpy.savez and numpy.load] ``numpy.savez`` takes arrays as keyword arguments, and has keywords of its
-own, so it cannot write an array called ``file``. ``numpy.load`` allocates the memory that the header of an array
+[Note: why not numpy.savez and numpy.load] ``numpy.savez`` takes arrays as keyword arguments and has further parameters
+of its own, so it cannot write an array called ``file``. ``numpy.load`` allocates the memory that the header of an array
 declares before it looks at the data.
 """
 
@@ -172,8 +172,8 @@ def read_header(member: IO[bytes], name: str, size: int) -> tuple[tuple[int, ...
     Raises
     ------
     ValueError
-        If it is no header, of something else than numbers, or does not belong to so many bytes; the modules that NumPy
-        parses it by raise other errors, too: see :data:`UNSOUND`.
+        If the bytes are no header, the elements are no numbers, or the header does not fit ``size``. The modules with
+        which NumPy parses a header raise other errors, too: see :data:`UNSOUND`.
     """
     version = np.lib.format.read_magic(member)
     if version not in _HEADERS:

@@ -1,9 +1,10 @@
 """Load and verify checkpoints: every rank reads only the elements that it needs, and checksums verify all values.
 
 :func:`open_checkpoint` lets rank 0 check the manifest and the bytes of ``state.h5`` outside the arrays
-(:func:`read_manifest`), and returns a :class:`Reader`. It reads ranges of elements by a :class:`BlockReader` from a
-:class:`ByteSource`, the file or a copy in memory. Each array has one checksum for each block of 4 MiB. :func:`verify`
-reads a whole checkpoint in one process: it compares all checksums, and checks that HDF5 finds the arrays in the file.
+(:func:`read_manifest`), and returns a :class:`Reader`. The reader reads ranges of elements by a :class:`BlockReader`
+from a :class:`ByteSource`, which is the file or a copy of it in memory. Each array has one checksum for each block of 4
+MiB. :func:`verify` reads a whole checkpoint in one process: it compares all checksums, and checks that HDF5 finds the
+arrays in the file.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def check_structure(source: ByteSource, manifest: Manifest, where: str) -> None:
 
 
 class BlockPart(NamedTuple):
-    """Describe what a rank has read of one checksummed block: bytes ``start:stop`` of the array, and their CRC32."""
+    """Describe the part of a checksummed block that a rank has read: bytes ``start:stop`` of the array, their CRC32."""
 
     path: str
     start: int
@@ -240,7 +241,7 @@ class BlockReader:
         return crc
 
     def unproven(self, gathered: Sequence[Sequence[BlockPart]], this_rank: int) -> list[BlockPart]:
-        """Verify blocks from the parts that all ranks have read; return this rank's parts that this cannot verify.
+        """Verify blocks from the parts that all ranks have read; return this rank's parts that remain unverified.
 
         A part can be verified if it and other parts follow each other without a gap from the start to the end of the
         block. ``gathered`` holds the parts that each rank has read, by rank. Each rank verifies only blocks of which it
@@ -558,7 +559,7 @@ def _compare_group(group: Any, prefix: str, arrays: Mapping[str, StoredArray], s
     """Check that an HDF5 group has exactly the members that ``arrays``, the part of the manifest below it, describes.
 
     ``prefix`` is the path of the group with a final slash, and ``state`` is the path of the file for error messages.
-    Only expected names are followed, so the recursion ends even in a crafted file.
+    Only expected names are opened, so the recursion ends even in a crafted file.
     """
     import h5py
 

@@ -1,7 +1,7 @@
 """Save a checkpoint from all ranks; its folder appears only when the checkpoint is complete.
 
-:func:`make_plan` lets all ranks agree on names and shapes of arrays, and on who writes which elements, before they
-write. A :class:`TemporaryFolder` holds the files while a back end writes the values: "direct", or "mpio"
+:func:`make_plan` lets all ranks agree on names and shapes of arrays, and on which rank writes which elements, before
+they write. A :class:`TemporaryFolder` holds the files while a back end writes the values: "direct", or "mpio"
 (:func:`store_collectively`), in which all ranks open the HDF5 file together and write with parallel HDF5. In
 :func:`publish` rank 0 writes the manifest and renames the folder. :func:`write` does all of this; :func:`to_bytes` and
 :func:`from_bytes` make a byte string of a checkpoint and read it: the HDF5 file, followed by the manifest.
@@ -115,7 +115,7 @@ class SavePlan:
 class KnownLayout:
     """Keep the file layout of the last save, so that the next save of the same arrays needs fewer messages.
 
-    ``writes`` lists the ranges of elements that this rank wrote. ``number`` is a checksum of those of all ranks.
+    ``writes`` lists the ranges of elements that this rank wrote. ``number`` is a checksum of the ranges of all ranks.
     ``rank_and_size`` is (rank, number of ranks). The layout can be used again if every rank has the same rank and
     writes as in the last save, and all ranks have the same ``number``.
     """
@@ -222,9 +222,9 @@ def agree_on_arrays(
 
     Collective over ``comm``. The ranks exchange messages once, or twice if some, but not all, of the ranks save the
     same arrays as in their last save. A rank that saves the same arrays as in its last save calls ``again.start``
-    before the first exchange. If all ranks do so, the result has the table of the last save. All ranks raise the same
-    error or none, including errors of ``again.start``. The message begins with ``prefix(where)`` of rank 0. Parent
-    folders that rank 0 has made remain, even if the save fails.
+    before the first exchange. If all ranks save the same arrays again, the result has the table of the last save. All
+    ranks raise the same error or none, including errors of ``again.start``. The message begins with ``prefix(where)``
+    of rank 0. Parent folders that rank 0 has made remain, even if the save fails.
     """
     known = KnownLayout() if again is None else again.layout
     request, state = None, None
@@ -259,8 +259,8 @@ class _SaveRequest(NamedTuple):
     """Describe what one rank saves; it is part of the message that all ranks exchange.
 
     ``writes`` lists the ranges of elements that the rank writes; it is None if they are the same as in the rank's last
-    save. ``number`` is the checksum of those of all ranks in that last save. ``attributes`` is the CRC32 of the
-    attributes.
+    save. ``number`` is the checksum of the ranges that all ranks wrote in the last save. ``attributes`` is the CRC32 of
+    the attributes.
     """
 
     writes: list[WriteRanges] | None
@@ -320,9 +320,10 @@ def store_collectively(
 
 
 def _elements(array: LocalArray) -> Iterator[tuple[int, Array]]:
-    """Yield first index and values of each piece in whole elements, without what it has of an element shared by ranks.
+    """Yield first index and values of each piece as whole elements; a half of a complex element is left out.
 
-    That is the imaginary part at its start, or the real part at its end, of a complex number.
+    A piece of real numbers may start with an imaginary part, or end with a real part, whose other half another rank
+    writes.
     """
     for first, values in array.pieces:
         if values.dtype == array.dtype:
@@ -333,9 +334,9 @@ def _elements(array: LocalArray) -> Iterator[tuple[int, Array]]:
 
 
 def _write_halves(file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int]) -> None:
-    """Write what :func:`_elements` leaves out. HDF5 would read and write the whole element, which another rank shares.
+    """Write the halves of complex elements that :func:`_elements` leaves out, by system calls.
 
-    Not collective. It is a few bytes for each piece.
+    HDF5 would read and write the whole element, whose other half another rank writes. Not collective.
     """
     with opened(file, os.O_RDWR) as handle:
         for array in arrays:
@@ -557,7 +558,8 @@ def write(
     comm : communicator, "self" or None
         mpi4py communicator, Communicator, "self" (this process alone), or None (all ranks that a launcher started).
     backend : {"direct", "mpio"}
-        "direct": each rank writes its elements by system calls. "mpio": by parallel HDF5. The files are the same.
+        "direct": each rank writes its elements by system calls. "mpio": all ranks write by parallel HDF5. Both back
+        ends write the same bytes.
     replace : bool
         Whether an existing checkpoint at ``folder`` may be replaced, by one rename after the new one is complete. If
         False, only a checkpoint that is damaged, as its checksums or sizes prove, is replaced. A checkpoint that cannot
@@ -613,8 +615,8 @@ def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: 
     """Return a checkpoint of arrays and attributes as bytes, on every rank; equal values give equal bytes.
 
     Collective over ``comm``; the arguments have the same meaning as for :func:`~mpizero.checkpoint.writer.write`. The
-    result starts with the HDF5 file, so h5py can open ``io.BytesIO(result)``. This is meant for small models, because
-    every rank holds all bytes.
+    result starts with the HDF5 file, so h5py can open ``io.BytesIO(result)``. The function is meant for small models,
+    because every rank holds all bytes.
 
     Examples
     --------
@@ -650,7 +652,7 @@ def to_bytes(arrays: Sequence[LocalArray], attributes: Mapping[str, Any], comm: 
 
 
 def from_bytes(data: bytes | bytearray | memoryview) -> Reader:
-    """Open the bytes that :func:`to_bytes` returned as a checkpoint, from which each rank can read by itself.
+    """Open the bytes that :func:`to_bytes` returned as a checkpoint, which each rank can read on its own.
 
     Not collective.
 
