@@ -1,9 +1,9 @@
 """Choose the samples of each global batch, and the samples of it that this rank trains on.
 
 :func:`batches` checks its arguments on all ranks and returns :class:`Batches`, an iterator whose whole state is the
-number of samples consumed. Which samples are in a global batch follows from the sample order of the source alone; which
-of them a rank reads follows from the grains. So the ranks send nothing, and a background thread (:class:`ReadAhead`)
-may read batches before they are asked for.
+number of samples consumed. The samples of a global batch follow from the sample order of the source alone, and the
+grains determine which of them a rank reads. So the ranks exchange no messages, and a background thread
+(:class:`ReadAhead`) may read batches before they are asked for.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mpizero.types import Run
 
 
 class GrainSizes(Protocol):
-    """Define what :class:`Batches` needs to know the samples of each rank."""
+    """Define the method from which :class:`Batches` computes the samples of each rank."""
 
     def grain_size(self, global_batch: int) -> int:
         """Return the number of samples of one grain, for a global batch of ``global_batch`` samples."""
 
 
 class Ranks(Protocol):
-    """Define what :func:`batches` needs of a :class:`~mpizero.sharding.mesh.Mesh`."""
+    """Define the attribute of a :class:`~mpizero.sharding.mesh.Mesh` that :func:`batches` uses."""
 
     @property
     def communicator(self) -> Communicator:
@@ -45,11 +45,11 @@ class Ranks(Protocol):
 
 
 class RankedModel(GrainSizes, Protocol):
-    """Define what :func:`batches` needs of a sharded model; a ``ShardingConfig`` has all but ``batch_group``."""
+    """Define the attributes of a sharded model that :func:`batches` uses; a ShardingConfig has no ``batch_group``."""
 
     @property
     def mesh(self) -> Any:
-        """The ranks."""
+        """The mesh of the model's ranks."""
 
     @property
     def batch_group(self) -> Communicator:
@@ -137,7 +137,7 @@ class Batches:
             raise
 
     def _read(self, start: int) -> tuple[Any, Any]:
-        """Read this rank's samples of the global batch after ``start`` samples. It sends nothing."""
+        """Read this rank's samples of the global batch that begins after ``start`` samples. Not collective."""
         local = self._local_samples()
         order = self._source.sample_order(start + local.start, start + local.stop, len(self._source), self._seed)
 
@@ -158,7 +158,7 @@ class Batches:
         return grains.samples_of(self._group.rank, self._group.size)
 
     def tell_cost(self, comm: Communicator) -> Self:
-        """Say so on rank 0 if blocks that are stored together are read many times an epoch. Not collective."""
+        """Print a notice on rank 0 if samples stored in blocks are read many times an epoch. Not collective."""
         local, size = self._local_samples(), self._source.block_samples
         count, blocks = max(1, local.stop - local.start), -(-len(self._source) // size)
         # Of b blocks m random samples are in b (1 - (1 - 1/b)^m) of them, on average.
@@ -172,9 +172,9 @@ class Batches:
         return self
 
     def close(self) -> None:
-        """End the thread that reads ahead, if there is one; the iteration can go on, and starts a new one.
+        """End the thread that reads ahead, if there is one; a continued iteration starts a new thread.
 
-        Not collective. The end of the iteration and an error in it do the same.
+        Not collective. The thread also ends with the iteration, and after an error in it.
         """
         if self._ahead is not None:
             self._ahead.close()
@@ -191,7 +191,7 @@ class Batches:
         """Read this rank's samples of a global batch, with indices ``order``, from a source that takes ``run``.
 
         Samples of different epochs are read by separate calls. ``start`` is the number of samples consumed before the
-        global batch, ``offset`` that of the batch's samples before this rank's.
+        global batch, ``offset`` the number of the batch's samples before this rank's first one.
         """
         first, length, parts = start + offset, len(self._source), list[Any]()
         for epoch, part in [*epochs(first, first + order.size, length)] or [(first // length, slice(0, 0))]:
@@ -216,9 +216,9 @@ class ReadAhead(Generic[T]):
     make : callable
         Called with the number of the result.
     depth : int
-        Number of results that are computed, or being computed, before they are asked for.
+        Number of results that are computed, or being computed, before :meth:`next` returns them.
     count : int or None
-        Number of results; None if there is no end.
+        Number of results; None for an unlimited number.
     """
 
     def __init__(self, make: Callable[[int], T], depth: int, count: int | None) -> None:
@@ -240,14 +240,14 @@ class ReadAhead(Generic[T]):
         return result
 
     def close(self) -> None:
-        """End the thread, after the call that it is in; results not asked for are lost. Not collective."""
+        """End the thread after its current call of ``make``; drop results not yet returned. Not collective."""
         self._waiting.clear()
         self._count = 0
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 def _user_reader(source: Source) -> str:
-    """Return what of the user's makes the samples of a source; "" if this library alone reads them."""
+    """Return the name of the user's function that makes a source's samples; "" if only this library's code does."""
     inner: Any = source
     while isinstance(inner, Source):
         if isinstance(inner, TransformedSource):
@@ -259,9 +259,9 @@ def _user_reader(source: Source) -> str:
 
 
 def _read_twice(reader: str, numbers: Indices, read: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return what ``read`` gives, the samples ``numbers``; raise DataError if it gives other bytes in a second call.
+    """Call ``read``, which returns the samples ``numbers``, twice; raise DataError if the results differ in a bit.
 
-    Then they depend on what was read before, and with it on the rank.
+    Samples that differ between calls depend on what was read before, and so on the number of ranks.
     """
     before = _bytes_of(read())
     after = _bytes_of(samples := read())
@@ -276,7 +276,7 @@ def _read_twice(reader: str, numbers: Indices, read: Callable[[], tuple[Any, Any
 
 
 def _bytes_of(samples: tuple[Any, Any]) -> dict[str, list[bytes]]:
-    """Return the bytes of each sample of every array, by its path."""
+    """Return the bytes of each sample of every array, by the array's path."""
     named = paths_of(**dict(zip("xy", samples, strict=True)))
     return {path: [row.tobytes() for row in leaf] for path, leaf in named if isinstance(leaf, np.ndarray)}
 
@@ -296,8 +296,8 @@ def batches(
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
     A global batch is the next ``global_batch`` samples of ``source.sample_order``; it may contain the end of one epoch
-    and the start of the next. It is cut into grains. Each rank is assigned a contiguous range of them, in the order of
-    the ranks, or none. This call is collective over the ``ranks``; the iteration is not.
+    and the start of the next. It is cut into grains. Each rank is assigned a contiguous range of grains, in the order
+    of the ranks, or no grain. This call is collective over the ``ranks``; the iteration is not.
 
     Parameters
     ----------
@@ -321,7 +321,7 @@ def batches(
         given as ``ranks``, or all ranks of the mesh.
     prefetch : int
         Number of this rank's batches that a background thread, which sends no message, reads ahead; ``source`` must
-        allow that. An error in it is raised where its batch is asked for, and ends it, as :meth:`Batches.close` does.
+        allow reading in a thread. An error in the thread is raised when its batch is requested, and ends the thread.
 
     Raises
     ------
@@ -395,7 +395,7 @@ def _grains_of(ranks: Any) -> GrainSizes:
 
 
 def choose_grains(ranks: Any, source: Source, global_batch: int) -> None:
-    """Let a sharded model of PyTorch or JAX choose its default grains for the samples of a source; others need none.
+    """Let a sharded model of PyTorch or JAX choose its default grains for a source; do nothing for other models.
 
     Not collective; every rank calls it.
     """
@@ -410,7 +410,7 @@ READ_TWICE = 64
 def full_batch(source: Source, ranks: Ranks | RankedModel, *, group: Communicator | None = None) -> tuple[Any, Any]:
     """Read and return this rank's part ``(x, y)`` of the global batch of all samples, in the order of the source.
 
-    Collective over ``ranks``, which are, as ``group`` is, those of :func:`batches`.
+    Collective over ``ranks``. ``ranks`` and ``group`` are as for :func:`batches`.
     """
     comm, group = ranks_of(ranks, group)
     local = Grains(len(source), _grains_of(ranks).grain_size(len(source))).samples_of(group.rank, group.size)

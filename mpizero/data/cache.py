@@ -52,8 +52,8 @@ class CachedSource(WrappedSource):
     source : Source
         The source of the samples.
     nbytes : int
-        Size of the node's copy; 0 if there is none, because it does not fit or the page cache is one: every rank reads
-        from ``source``.
+        Size of the node's copy; 0 if there is no copy, because it does not fit or the kernel's page cache serves as
+        one: every rank then reads from ``source``.
     blocks_read : int
         Number of blocks that this rank has read.
 
@@ -139,18 +139,18 @@ class CachedSource(WrappedSource):
 
     @property
     def block_samples(self) -> int:
-        """Number of samples that must be read together: 1 from the copy, or else that of the source."""
+        """Number of samples that must be read together: 1 if the node has a copy, else the source's number."""
         return 1 if self._window is not None else self.source.block_samples
 
     def describe(self) -> dict[str, Any]:
-        """Return what the source of the samples returns: a copy is the same data."""
+        """Return the description of the source, because a copy has the same data."""
         return self.source.describe()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the cache, unless the block has raised: other ranks may not have."""
+        """Close the cache, unless the ``with`` block has raised an error, which may be an error of this rank alone."""
         if error is None:
             self.close()
 
@@ -169,12 +169,12 @@ class CachedSource(WrappedSource):
 def cached(source: Source, ranks: Ranks | RankedModel, limit: int | None = None) -> CachedSource:
     """Return a source with the same samples, of which each node keeps one copy in shared memory.
 
-    Collective over ``ranks``. The memory for all samples is allocated at once; samples are read from
-    ``source``, and decompressed, when a rank of the node needs them first. If the copy does not fit, rank 0 says so,
-    and every rank reads from ``source``. So it does, without a word, if all of it is contiguous datasets on the node's
-    own disk: they are mapped into memory, and the kernel's page cache is one copy a node already. Split the result,
-    not ``source``: neighbouring samples are read together.
-    Close it on all ranks together, or use it as a context manager.
+    Collective over ``ranks``. The memory for all samples is allocated at once; samples are read from ``source``, and
+    decompressed, when a rank of the node needs them first. If the copy does not fit, rank 0 prints a notice, and every
+    rank reads from ``source``. Without a notice every rank also reads from ``source`` if all data are contiguous
+    datasets on the node's own disk: they are memory-mapped, and the kernel's page cache already is one copy a node.
+    Split the returned source, not ``source``, because neighbouring samples are read together. Close the returned source
+    on all ranks together, or use it as a context manager.
 
     Parameters
     ----------
@@ -183,8 +183,8 @@ def cached(source: Source, ranks: Ranks | RankedModel, limit: int | None = None)
     ranks : sharded model, Mesh or ShardingConfig
         The ranks.
     limit : int or None
-        Largest number of bytes of a node's copy. None is what shared memory has free, but no more than half of the
-        memory that the node has available.
+        Largest number of bytes of a node's copy. None means the free shared memory, but no more than half of the memory
+        that the node has available.
 
     Raises
     ------
@@ -222,12 +222,13 @@ class BlockShuffledSource(WrappedSource):
     needs a sample of a block reads the whole block and holds the last ``blocks`` blocks that it used; so it reads, and
     decompresses, each block about once an epoch.
 
-    Neighbouring samples come near to each other in an epoch. :meth:`split` takes the last samples for validation.
+    Neighbouring samples of ``source`` remain near each other in the order of an epoch. :meth:`split` takes the last
+    samples for validation.
 
     Parameters
     ----------
     source : Source
-        The samples; arrays, or trees of arrays, of one shape. Split what this class returns, not ``source``.
+        The samples; arrays, or trees of arrays, of one shape. Split the shuffled source, not ``source``.
     blocks : int
         Number of blocks whose samples are shuffled together, and that a rank holds in memory.
     block : int or None
@@ -271,7 +272,7 @@ class BlockShuffledSource(WrappedSource):
 
     @property
     def block_samples(self) -> int:
-        """Number of samples that must be read together: 1, for whole blocks are held."""
+        """Number of samples that must be read together: 1, because this source keeps whole blocks in memory."""
         return 1
 
     def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
@@ -298,7 +299,7 @@ class BlockShuffledSource(WrappedSource):
         return x, y
 
     def _take(self, number: int) -> SampleTree:
-        """Return a block; read it if it is not held."""
+        """Return block ``number``; read it if it is not in memory."""
         if number in self._cached:
             self._cached.move_to_end(number)
             return self._cached[number]
@@ -313,7 +314,7 @@ class BlockShuffledSource(WrappedSource):
         return tree
 
     def describe(self) -> dict[str, Any]:
-        """Return the sizes that determine the order, and the fingerprint of the other source."""
+        """Return the sizes that determine the order, and the fingerprint of the source that is shuffled."""
         return {"shuffled by blocks": (self.block, self.blocks), "of": self.source.fingerprint}
 
 
@@ -321,9 +322,9 @@ def block_order(start: int, stop: int, length: int, seed: int, *, block: int, bl
     """Return the sample indices at positions ``start:stop`` of the endless order of ``length`` samples by blocks.
 
     Positions ``e * length`` to ``(e + 1) * length - 1`` are epoch e. In each epoch the blocks of ``block`` neighbouring
-    samples, of which the last may be short, are put in a random order, and the samples of each ``blocks`` blocks that
-    follow one another in it are put in a random order together. So every sample occurs exactly once in each epoch. The
-    index at a position depends on the position and the last four arguments alone. The function allocates no array of
+    samples, of which the last may be short, are put in a random order, and then the samples of each ``blocks``
+    successive blocks of that order are shuffled together. So every sample occurs exactly once in each epoch. The index
+    at a position depends on the position and the last four arguments alone. The function allocates no array of
     ``length`` elements. Not collective.
     """
     order = np.arange(start, stop, dtype=np.int64)
@@ -341,9 +342,9 @@ _PURPOSE = 0xB10C
 def _permute(positions: Indices, length: int, key: int, block: int, blocks: int) -> None:
     """Replace successive positions in an epoch by the indices of their samples, in place.
 
-    [Note: the last block] The last block is the only one that may be short. It takes a random place among the blocks,
-    and the others take the remaining places. Counted as if it were whole, by ``gap`` samples more, all blocks have
-    equal sizes; so no position needs a search.
+    [Note: the last block] The last block is the only one that may be short. It gets a random number in the order of
+    blocks, and the others get the remaining numbers. If the ``gap`` samples that it lacks are counted, too, all blocks
+    have equal sizes; so a division gives the block of a position, without a search.
     """
     count = -(-length // block)
     gap = count * block - length

@@ -1,10 +1,10 @@
 """Read samples from named arrays of HDF5 and NetCDF files and of Zarr stores, each when it is requested.
 
-A :class:`FileArray` is an array in one file, a :class:`JoinedArray` those of several files as if they were one.
+A :class:`FileArray` is an array in one file, a :class:`JoinedArray` presents the arrays of several files as one.
 :class:`Windows` computes which elements of an array are sample i: a slice along one axis, or a window along several.
 :class:`FileSource` is the base class; its subclasses open the files of one format. HDF5 chunks that are compressed by
-gzip are read with a faster decompressor than HDF5's (:class:`DeflatedArray`). :class:`Named` gives arrays as the
-attributes say that NetCDF and xarray give them: unpacked, unsigned, with missing elements.
+gzip are read with a faster decompressor than HDF5's (:class:`DeflatedArray`). :class:`Named` decodes arrays by the
+attributes that NetCDF and xarray write: packing, signedness and fill values of missing elements.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class FileArray:
         Number of neighbouring rows (indices of the first axis) that the file stores, and decompresses, together; 0 if
         the array is memory-mapped.
     values : callable
-        Returns an object that reads the array when it is indexed with slices. It is called for every access, so that
-        files can be closed in between.
+        Function that returns an object that reads the array when it is indexed with slices. The function is called for
+        every access, so that files can be closed in between.
     file : str
-        Path of the file that the array is mapped from, "" if it is not.
+        Path of the file from which the array is memory-mapped; "" if it is not mapped.
     axes : tuple of str
         Names of the axes; () if the file has none.
     measured : mapping of str to str
-        Attributes that say in what the numbers are measured, such as ``units``.
+        Attributes with the unit of the numbers, such as ``units`` and ``calendar``.
     """
 
     label: str
@@ -97,7 +97,7 @@ class FileArray:
 
     @contextmanager
     def _named(self, where: Block) -> Iterator[None]:
-        """Raise errors of the block again as DataError that names file and range."""
+        """Convert errors in the ``with`` block to a DataError that names file and range."""
         try:
             yield
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -107,8 +107,9 @@ class FileArray:
     def rows(self, indices: Indices, out: Array, positions: Indices) -> None:
         """Read the rows ``indices`` into ``out[positions]``.
 
-        Of a chunked array, the rows of each chunk are read with one call, from the first to the last one requested;
-        neighbouring rows for neighbouring places without a copy in between, where the array can.
+        Of a chunked array, the rows of each chunk are read with one call, from the first to the last one requested.
+        Neighbouring rows with neighbouring positions are read into ``out`` without a copy in between, if the array has
+        a method ``read_direct``.
         """
         if not self.chunk:
             out[positions] = self.values()[indices]
@@ -128,12 +129,12 @@ class FileArray:
 
 
 def _is_contiguous(numbers: Indices) -> bool:
-    """Tell whether there are several numbers, each of which follows the one before it."""
+    """Tell whether there are at least two numbers, each larger by 1 than the one before it."""
     return numbers.size > 1 and bool((np.diff(numbers) == 1).all())
 
 
 def _check_meaning(part: FileArray, first: FileArray) -> None:
-    """Raise DataError if two arrays that are joined have axes in another order, or are measured otherwise."""
+    """Raise DataError if two arrays that are joined differ in the order of their axes, or in their unit."""
     if part.axes != first.axes and sorted(part.axes) == sorted(first.axes):
         raise DataError(f"{part.label} has axes {', '.join(part.axes)}, {first.label} {', '.join(first.axes)}")
     for name, value in part.measured.items():
@@ -181,12 +182,12 @@ class JoinedArray:
 
     @property
     def label(self) -> str:
-        """Name of the array in error messages: that in its first file, and how many more there are."""
+        """Name of the array in error messages: its label in the first file, and the number of further files."""
         more = f" and {len(self.parts) - 1} more files" if len(self.parts) > 1 else ""
         return self.parts[0].label + more
 
     def locate(self, index: int) -> tuple[FileArray, int]:
-        """Return the part that holds ``index`` along the axis, and the index inside this part."""
+        """Return the file's array that holds ``index`` along the joined axis, and the index in that array."""
         part = bisect_right(self.ends, index)
         return self.parts[part], index - (self.ends[part - 1] if part else 0)
 
@@ -217,7 +218,7 @@ class JoinedArray:
 
 @dataclass(frozen=True)
 class Windows:
-    """Number the samples of an array: windows at regular places, those along ``axis`` slowest, then by axis.
+    """Number the samples of an array, windows at regular distances; the index along ``axis`` varies slowest.
 
     Attributes
     ----------
@@ -227,7 +228,7 @@ class Windows:
         Length of a window, and distance between the starts of neighbouring ones, by axis. Other axes are read whole.
         If ``axis`` has no length, a sample is one index along it, without this axis.
     counts : mapping of int to int
-        Number of windows along each of these axes, in the order in which samples are numbered.
+        Number of windows along ``axis`` and along each axis with a length, the axis that varies slowest first.
     """
 
     axis: int
@@ -245,7 +246,7 @@ class Windows:
         lead: int = 0,
         label: str = "the array",
     ) -> Self:
-        """Return the windows of an array of ``shape``, of which the last ``lead`` indices along ``axis`` start none.
+        """Return the windows of an array of ``shape``, all of which fit if moved by ``lead`` along ``axis``.
 
         ``label`` names the array in error messages.
 
@@ -283,7 +284,7 @@ class Windows:
         return self.axis == 0 and not self.lengths and self.strides[0] == 1
 
     def starts(self, sample: int) -> dict[int, int]:
-        """Return where window number ``sample`` starts, by axis."""
+        """Return the first index of window number ``sample`` along each axis, by axis."""
         starts = {}
         for number in reversed(self.counts):
             sample, inside = divmod(sample, self.counts[number])
@@ -291,7 +292,7 @@ class Windows:
         return starts
 
     def block(self, sample: int, shape: tuple[int, ...], shift: int = 0) -> tuple[slice, ...]:
-        """Return the elements of window number ``sample`` in an array of ``shape``, ``shift`` later along ``axis``.
+        """Return the slices of window number ``sample`` in an array of ``shape``, moved by ``shift`` along ``axis``.
 
         Axes of the window that the array lacks are left out.
         """
@@ -335,14 +336,14 @@ class FileSource(Source):
     axis : int
         The axis along which samples lie. Without ``window``, sample i is slice i along it, without this axis.
     window, stride : mapping of int to int, optional
-        Length of a window by axis, and the distance between the starts of neighbouring windows (default: the length).
-        A sample is then a window: ``window={0: 4, 1: 64, 2: 64}``. Axes without a length are whole, but along ``axis``
-        a sample is one slice. Samples are numbered along ``axis`` slowest. An array without some axis of the window
-        (labels, say) gives what belongs to the others.
+        Length of a window by axis, and the distance between the starts of neighbouring windows (default: the length). A
+        sample is then a window: ``window={0: 4, 1: 64, 2: 64}``. Axes without a length are read whole, except ``axis``,
+        along which a sample is then one slice. In the numbering of samples the index along ``axis`` varies slowest. An
+        array that lacks some axes of the window (labels, say) is cut along the axes that it has.
     lead : int
         Number of indices along ``axis`` by which the targets start after the inputs, as in a forecast.
     allow_nan : bool
-        Whether samples may contain NaN; otherwise reading one is an error.
+        Whether samples may contain NaN; if not, reading a sample with NaN raises an error.
 
     Raises
     ------
@@ -432,7 +433,7 @@ class FileSource(Source):
         return self._opened(path)[name][0]
 
     def _check_shapes(self, first: JoinedArray) -> None:
-        """Raise DataError if an axis by which samples are counted is not that of ``first``, in size or by name."""
+        """Raise DataError if an axis along which samples are numbered has another size or name than in ``first``."""
         for array in leaves_of(self._joined):
             for axis in self.windows.counts:
                 if axis < len(array.shape) and array.shape[axis] != first.shape[axis]:
@@ -458,7 +459,7 @@ class FileSource(Source):
 
     @property
     def in_page_cache(self) -> bool:
-        """Tell whether all arrays are mapped into memory, of files that are on a disk of this machine and fit."""
+        """Tell whether all arrays are memory-mapped, from files on a local disk that fit into memory."""
         parts = [part for array in leaves_of(self._joined) for part in array.parts]
         files = {part.file for part in parts}
         mapped = "" not in files and all(map(on_local_disk, files))
@@ -532,7 +533,7 @@ def _names(role: str, names: Any) -> Any:
 def _expand(paths: Path | Sequence[Path]) -> tuple[str, ...]:
     """Return the paths that ``paths`` stands for: paths as they are, and the sorted matches of patterns.
 
-    They are absolute: files are opened later, when the program may be in another folder.
+    The paths are absolute, because files are opened later, when the program's working folder may be another.
     """
     files: list[str] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else list(paths):
@@ -556,8 +557,8 @@ class Hdf5Source(FileSource):
     The parameters and errors are those of :class:`~mpizero.data.FileSource`. Contiguous datasets of NumPy's types are
     memory-mapped, from the file that holds them, so reading shuffled samples needs no HDF5 call. Of a chunked dataset,
     each call of :meth:`read` reads every chunk that contains a requested sample only once, in ascending order. Chunks
-    of whole rows that gzip has compressed, maybe after a shuffle of bytes, are decompressed by ISA-L, in half of HDF5's
-    time; HDF5 reads all others.
+    of whole rows that are compressed by gzip, with or without HDF5's shuffle filter, are decompressed by ISA-L in half
+    of HDF5's time; HDF5 reads all other chunks.
 
     Examples
     --------
@@ -600,12 +601,12 @@ class Hdf5Source(FileSource):
 
 
 def open_hdf5(path: str) -> Any:
-    """Open an HDF5 file for reading, without keeping others from it: see :func:`unlocked`.
+    """Open an HDF5 file for reading, without a lock that would exclude writers: see :func:`unlocked`.
 
     Raises
     ------
     DataError
-        If it is missing, empty or no readable HDF5 file.
+        If the file is missing, empty or no readable HDF5 file.
     """
     import h5py
 
@@ -613,12 +614,12 @@ def open_hdf5(path: str) -> Any:
 
 
 def unlocked(path: str, opened: Callable[..., Any]) -> Any:
-    """Return the file that ``opened`` opens with h5py, without a lock on it.
+    """Open a file by ``opened``, a function that calls h5py, and return it without a lock on it.
 
-    [Note: locks] A program can open a file twice only with the same setting of HDF5's locks. So h5py's own setting
-    comes first, and the lock that it takes is given back at once: sources never write, and a lock would keep the jobs
-    that do from their file. Where the lock cannot be had, because one of those has it, or the program has opened the
-    file without locks, the file is opened without.
+    [Note: locks] A process can open a file twice only with the same setting of HDF5's file locking. So h5py's default
+    setting is tried first, and its lock is released at once: sources never write, and a lock would keep other jobs from
+    writing the file. If the lock is not granted, because such a job holds it, or the process has opened the file
+    without locking, the file is opened without locking.
     """
     if not os.path.isfile(path):
         raise DataError(f"{path}: {'not a regular file' if os.path.lexists(path) else 'does not exist'}")
@@ -640,7 +641,7 @@ def _unlock(file: Any) -> None:
 
 
 def other_format(path: str) -> str:
-    """Return what a file is, and how it is converted, that is no HDF5 file; "" if it is not known."""
+    """Return the format of a file that is no HDF5 file, and how to convert the file; "" if the format is unknown."""
     with open(path, "rb") as file:
         start = file.read(4)
     if start[:3] == b"CDF":
@@ -651,7 +652,7 @@ def other_format(path: str) -> str:
 
 
 def dataset_of(file: Any, path: str, name: str) -> Any:
-    """Return the dataset ``name`` of an open HDF5 file; raise DataError if there is none, or it holds nothing."""
+    """Return the dataset ``name`` of an open HDF5 file; raise DataError if it is missing, empty or no dataset."""
     import h5py
 
     try:
@@ -677,14 +678,14 @@ def dataset_of(file: Any, path: str, name: str) -> Any:
 
 
 def _names_of(file: Any, name: str) -> list[str]:
-    """Return the names that are in the group in which ``name`` would be, with the group's own."""
+    """Return the names of all members of the group that would contain ``name``, each with the group's name."""
     above, between, _ = name.rpartition("/")
     group = file.get(above) if above else file
     return [above + between + inside for inside in group] if hasattr(group, "keys") else []
 
 
 def _check_conventions(file: Any, path: str, name: str, dataset: Any) -> None:
-    """Raise DataError if a dataset of a NetCDF file has attributes by which its numbers are others than the stored."""
+    """Raise DataError if attributes of a NetCDF file's dataset change the meaning of the stored numbers."""
     if "_NCProperties" not in file.attrs:  # HDF5 itself gives attributes no meaning
         return
     wrong = [one for one in (*PACKED, UNSIGNED, *FILLS) if one in dataset.attrs]
@@ -700,7 +701,7 @@ def _check_conventions(file: Any, path: str, name: str, dataset: Any) -> None:
 
 
 def _reopened(dataset: Any, setting: str, folder: str) -> Any:
-    """Return a dataset that is opened again, with ``folder`` as the value of a ``setting`` of HDF5 for other files."""
+    """Open a dataset again, with ``folder`` as the prefix of other files that the access property ``setting`` sets."""
     import h5py
 
     file, name, access = dataset.file, dataset.name.encode(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
@@ -710,10 +711,11 @@ def _reopened(dataset: Any, setting: str, folder: str) -> Any:
 
 
 def _with_parts_in(folder: str, dataset: Any, label: str) -> Any:
-    """Return a virtual dataset whose parts are there; raise DataError if one is not, for which HDF5 has the fill value.
+    """Return a virtual dataset that finds its source datasets; raise DataError if one of them is missing.
 
-    A fill value that is NaN tells it by itself. HDF5 looks for parts where HDF5_VDS_PREFIX says, beside the dataset's
-    file, and then in the program's folder of the day, in whose place ``folder`` comes.
+    HDF5 would read the fill value in place of a missing source; if that is NaN, no error is raised here. HDF5 looks for
+    source files in HDF5_VDS_PREFIX, beside the dataset's file, and then in the working folder; ``folder`` is used in
+    place of the last.
     """
     beside, moved = os.path.dirname(os.path.abspath(dataset.file.filename)), False
     prefix = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())  # that of HDF5_VDS_PREFIX
@@ -740,10 +742,10 @@ def _has(path: str, name: str) -> bool:
 
 
 def _map_dataset(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | None:
-    """Return a dataset mapped into memory; None if its bytes are not contiguous in a file, or of a type of HDF5 alone.
+    """Return a dataset mapped into memory; None if it is not contiguous in a file, or NumPy lacks its type.
 
-    The file is the one that holds the dataset: where a link leads to another, offsets are places in that. ``files``
-    are those that are mapped already.
+    The mapped file is the one that contains the dataset: after an external link, another one than the opened file.
+    ``files`` holds the files that are mapped already, by path.
     """
     if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or not _is_numpys(dataset):
         return None
@@ -760,7 +762,7 @@ def _map_dataset(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | No
 
 
 def _is_numpys(dataset: Any) -> bool:
-    """Tell whether elements have the very type in the file that NumPy reads: the same bits, exponent and offset."""
+    """Tell whether the file's element type equals the NumPy type that h5py reads, in size, exponent and bit offset."""
     import h5py
 
     same: bool = dataset.id.get_type() == h5py.h5t.py_create(dataset.dtype, logical=True)
@@ -772,7 +774,7 @@ READ_TOGETHER_BYTES = 64 << 10
 
 
 def _rows_together(dataset: Any) -> int:
-    """Return how many rows of a dataset that HDF5 reads are read together: a chunk; of a contiguous one few."""
+    """Return how many rows HDF5 reads together: those of a chunk, or about 64 KiB of a contiguous dataset."""
     if dataset.chunks or dataset.is_virtual or not dataset.size:
         return int(dataset.chunks[0]) if dataset.chunks else max(1, *dataset.shape[:1])
     return max(1, READ_TOGETHER_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1
@@ -783,11 +785,12 @@ CACHED_BYTES = 8 << 20
 
 
 class DeflatedArray:
-    """Read a dataset whose chunks hold whole rows, compressed by gzip, maybe after a shuffle of their bytes.
+    """Read a dataset whose chunks hold whole rows compressed by gzip, with or without HDF5's shuffle filter.
 
-    HDF5 hands out the compressed chunk, and ISA-L decompresses it, in about half of zlib's time and without Python's
-    global lock. Whatever cannot be read so (a chunk that is damaged, missing or stored without a filter, ranges over
-    several chunks) HDF5 reads itself, which also tells the error. Of small chunks the last ones used are kept.
+    HDF5 returns the compressed chunk, and ISA-L decompresses it, in about half of zlib's time and without Python's
+    global lock. HDF5 itself reads all that cannot be read in this way (a chunk that is damaged, missing or stored
+    without a filter, ranges over several chunks), and reports errors. The chunks that were used last are kept, up to 8
+    MiB.
 
     Parameters
     ----------
@@ -805,7 +808,7 @@ class DeflatedArray:
 
     @classmethod
     def of(cls, dataset: Any) -> Self | None:
-        """Return the dataset so that it is read faster; None if its chunks or filters are others."""
+        """Return a reader of ``dataset``; None if its chunks hold no whole rows, or it has other filters."""
         import h5py
 
         if dataset.chunks is None or not dataset.size or dataset.chunks[1:] != dataset.shape[1:]:
@@ -833,7 +836,7 @@ class DeflatedArray:
 
 
 def _inflate(dataset: Any, shuffled: bool, size: int, number: int) -> Array | None:
-    """Return a chunk, of ``size`` bytes, without the right to change it; None if HDF5 must read it."""
+    """Return chunk ``number``, decompressed to ``size`` bytes and read-only; None if HDF5 must read it."""
     try:
         skipped, packed = dataset.id.read_direct_chunk((number * dataset.chunks[0], *(0 for _ in dataset.shape[1:])))
         inflated = decompress(packed, bufsize=size)
@@ -853,10 +856,10 @@ def _inflate(dataset: Any, shuffled: bool, size: int, number: int) -> Array | No
 class NetcdfSource(FileSource):
     """Read samples from variables of one or several NetCDF-4 files; each sample is read when it is requested.
 
-    The parameters and errors are those of :class:`~mpizero.data.FileSource`; it needs the extra ``netcdf``. Packed
-    variables (``scale_factor``, ``add_offset``, ``_Unsigned``) are unpacked to the type of these attributes, at least
-    float32. Elements that are missing (``_FillValue``, one or several of ``missing_value``, never written) become NaN;
-    in whole numbers that are not packed they are an error. ``valid_range`` is not looked at.
+    The parameters and errors are those of :class:`~mpizero.data.FileSource`; the source needs the extra ``netcdf``.
+    Packed variables (``scale_factor``, ``add_offset``, ``_Unsigned``) are unpacked to the type of these attributes, at
+    least float32. Elements that are missing (``_FillValue``, one or several of ``missing_value``, never written) become
+    NaN; a missing element of an integer variable that is not packed is an error. ``valid_range`` is ignored.
 
     Examples
     --------
@@ -916,7 +919,7 @@ DEFAULT_FILLS: Mapping[str, float] = {
 
 
 def _unwritten(variable: Any) -> Any:
-    """Return what the format's library has put where nothing was written; None if the file says otherwise."""
+    """Return netCDF's default fill value for unwritten elements; None if the file has another fill value or none."""
     default = DEFAULT_FILLS.get(np.dtype(variable.dtype).str[1:])
     stored = getattr(variable, "_h5ds", None)  # of files that other libraries have made, it is a number like others
     if default is None or getattr(stored, "fillvalue", None) != np.dtype(variable.dtype).type(default):
@@ -928,9 +931,9 @@ def _unwritten(variable: Any) -> Any:
 class ZarrSource(FileSource):
     """Read samples from arrays of one or several Zarr stores (folders); each sample is read when it is requested.
 
-    The parameters and errors are those of :class:`~mpizero.data.FileSource`; it needs the extra ``zarr``. A chunk that
-    is not in the store is made of the array's fill value, as the format says. What xarray has packed is unpacked, and
-    what is missing becomes NaN, as by :class:`~mpizero.data.NetcdfSource`.
+    The parameters and errors are those of :class:`~mpizero.data.FileSource`; the source needs the extra ``zarr``. A
+    chunk that is not in the store consists of the array's fill value, as Zarr defines. Arrays that xarray has packed
+    are unpacked, and missing elements become NaN, as in :class:`~mpizero.data.NetcdfSource`.
 
     Examples
     --------
@@ -991,34 +994,34 @@ FILLS, PACKED, UNSIGNED = ("_FillValue", "missing_value"), ("scale_factor", "add
 
 
 class Named:
-    """An array of a file, which is read as the numbers that are meant, with the names of its axes.
+    """Read an array of a file, decoded by its attributes (packing, fill values), and hold the names of its axes.
 
     Parameters
     ----------
     values : array of a file
-        It has a shape and a dtype, and returns stored elements when it is indexed.
+        Object with a shape and a dtype that returns stored elements when it is indexed.
     attributes : mapping of str to object
         The array's attributes.
     label : str
         Name of file and array, for error messages.
     default : number, optional
-        What the format has where nothing was written, if the array has no ``_FillValue``.
+        Value of elements that were never written, if the array has no ``_FillValue``.
     axes : sequence of str, optional
         Names of the array's axes.
     keep : object, optional
-        What the array needs as long as it is read, such as its file.
+        Object that must exist as long as the array is read, such as its file.
 
     Attributes
     ----------
     axes : tuple of str
         The names; () if the file has none.
     measured : mapping of str to str
-        Those of the attributes ``units`` and ``calendar`` that the array has.
+        The attributes ``units`` and ``calendar``, as far as the array has them.
 
     Raises
     ------
     DataError
-        If an attribute cannot be followed; the message names it.
+        If the value of an attribute cannot be used; the message names the attribute.
     """
 
     def __init__(
@@ -1084,7 +1087,7 @@ class _Decoded:
 
 
 def _signed(stored: np.dtype[Any], unsigned: Any, label: str) -> np.dtype[Any]:
-    """Return the type that ``_Unsigned`` gives to the bits of whole numbers, in this machine's byte order."""
+    """Return the type of stored integers, made signed or unsigned by ``_Unsigned``, in this machine's byte order."""
     native = stored.newbyteorder("=")
     if unsigned is None or stored.kind not in "iu":
         return native
@@ -1101,7 +1104,7 @@ def _attribute_number(value: Any, name: str, label: str) -> Array:
 
 
 def _fills(value: Any, stored: np.dtype[Any], name: str, label: str) -> list[Any]:
-    """Return the values of missing elements in the stored type, leaving out those that it cannot have."""
+    """Return the values that mark missing elements, in the stored type; leave out values that it cannot represent."""
     if isinstance(value, str | list) and name == "_FillValue" and stored.kind in "fc":
         value = _of_base64(value)
     values = np.atleast_1d(np.asarray(value))
@@ -1119,7 +1122,7 @@ def _fills(value: Any, stored: np.dtype[Any], name: str, label: str) -> list[Any
 
 
 def _of_base64(value: Any) -> Any:
-    """Return the numbers that xarray writes as text into Zarr stores; ``value`` itself if it is no such text."""
+    """Return the number that xarray writes as base64 text into Zarr stores; ``value`` itself if it is no such text."""
     try:
         parts = [struct.unpack("<d", base64.b64decode(one, validate=True))[0] for one in np.atleast_1d(value).tolist()]
     except (TypeError, ValueError, struct.error):

@@ -1,4 +1,4 @@
-"""Compute means, standard deviations and ranges of samples by channel, in parallel, with the same bits on any ranks."""
+"""Compute mean, standard deviation and range of samples by channel, with the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEAF = 64
 
 @dataclass(frozen=True)
 class Moments:
-    """Hold what is known of some elements of each channel: number, mean, sum of squared deviations, range."""
+    """Hold number, mean, sum of squared deviations and range of some elements of each channel."""
 
     count: int
     mean: Array
@@ -38,7 +38,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Array, channel: int | None) -> Self:
-        """Return the moments of an array (samples, ...) by channel, in float64; None is a single channel."""
+        """Return the moments of an array (samples, ...) by channel, in float64; None means one channel for all."""
         axes = tuple(axis for axis in range(values.ndim) if axis != channel)
         numbers = values.astype(np.float64)
         mean = numbers.mean(axis=axes, keepdims=True)
@@ -50,7 +50,7 @@ class Moments:
         """Return the moments of both sets of elements.
 
         Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979,
-        equation 2.1: no large sums are subtracted.
+        equation 2.1: the formula subtracts no large sums.
         """
         count = self.count + other.count
         apart = other.mean - self.mean
@@ -99,7 +99,7 @@ class Statistics:
     most: Mapping[str, Array]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file, whole or not at all, from which :meth:`load` reads the same bits. Not collective."""
+        """Write a JSON file atomically, from which :meth:`load` reads the same bits. Not collective."""
         document: dict[str, Any] = {"format": FORMAT, "samples": self.samples}
         for name in ("mean", "std", "least", "most"):
             document[name] = {array: values.tolist() for array, values in getattr(self, name).items()}
@@ -132,7 +132,7 @@ class Statistics:
 
 @explains
 def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None = None) -> Statistics:
-    """Compute the statistics of all samples of a source, which each rank reads a part of.
+    """Compute the statistics of all samples of a source, of which each rank reads a part.
 
     Collective over ``ranks``. Blocks of 64 samples are the leaves of the binary tree by which gradients
     are summed, so the bits of the result do not depend on the ranks.
@@ -144,8 +144,8 @@ def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None =
     ranks : sharded model, Mesh or ShardingConfig
         The ranks.
     channel : int or None
-        Axis of a sample (without the axis of samples) whose indices are channels; an array without it is one channel,
-        and with None each array is.
+        Axis of a sample (without the axis of samples) whose indices are channels; an array without this axis is one
+        channel, and with None every array is one channel.
 
     Raises
     ------
@@ -189,7 +189,7 @@ def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None =
 
 
 def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
-    """Return the moments of each array of the samples of a leaf, by path."""
+    """Return the moments of each array over the samples of leaf number ``leaf``, by path."""
     first = leaf * LEAF
     moments = {}
     for path, values in sample_block(source, first, LEAF, "statistics:").named:
@@ -203,7 +203,7 @@ def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
 
 
 def _evaluate(program: Program, rows: Iterable[dict[str, Moments]]) -> dict[str, Moments]:
-    """Execute a tree program (see the note in layout/sum_tree.py) whose sums join moments."""
+    """Execute a tree program (see the note in layout/sum_tree.py), in which :meth:`Moments.joined` is the sum."""
     values, stack = list(rows), list[dict[str, Moments]]()
     for step in program:
         if step >= 0:

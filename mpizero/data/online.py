@@ -1,19 +1,19 @@
 """Train on samples that running simulations send: by messages of the same job, or through a folder between jobs.
 
 A :class:`SampleForm` describes one sample, and checks, packs and unpacks samples. :class:`OnlineBatches` makes global
-batches of an :class:`OnlineSource`, whose rank 0 asks a :class:`Receiver` for what has come. :class:`OnlineJob` divides
-the ranks of a job into trainers and producers, which give their samples by an :class:`OnlineProducer`.
-:class:`SpoolProducer` and :func:`spool_source` do the same between jobs that may be killed, through a folder that both
-see.
+batches of an :class:`OnlineSource`, whose rank 0 asks a :class:`Receiver` for samples that have arrived.
+:class:`OnlineJob` divides the ranks of a job into trainers and producers, which send their samples by an
+:class:`OnlineProducer`. :class:`SpoolProducer` and :func:`spool_source` do the same between jobs that may be killed,
+through a folder that both can access.
 
-[Note: window] A producer numbers its samples and has at most ``window`` of them in flight or in the reservoir. For each
-one that a batch takes, it receives a message of 8 bytes. One receive is posted for each producer, so messages of a
-producer that are not received yet wait in its own memory, and nobody waits in a message.
+[Note: window] A producer numbers its samples and has at most ``window`` samples that are in no batch yet. For each
+sample that a batch takes, the producer receives a message of 8 bytes. Rank 0 posts one receive for each producer, so
+further messages of a producer wait in the producer's memory, and no rank blocks in a send or receive.
 
 [Note: spool] A sample is one file, ``NAME-NUMBER.npz``. It is written under another name, synchronized to the disk and
 renamed, so a file of that name is whole, and a sample whose ``put`` has returned survives SIGKILL and power failure.
-Trainers remove it after all of them have trained on it. Numbers are nanoseconds since 1970, made to ascend, so a
-producer that is started again needs no state.
+The file is removed after all trainers have trained on the sample. Numbers are times in nanoseconds since 1970,
+increased where necessary so that they ascend; so a producer that is started again needs no state.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from mpizero.types import Array
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold one sample, and where it comes from.
+    """Hold one sample, its producer and its number.
 
     Attributes
     ----------
     producer : str
         The producer's rank or name.
     number : int
-        Number of the sample among those of its producer; it ascends.
+        Number of the sample among those of its producer; later samples have larger numbers.
     x, y : numpy.ndarray
         Input and target, without an axis of samples.
     """
@@ -108,7 +108,7 @@ class SampleForm:
         return np.empty(head + self.x_shape, self.x_dtype), np.empty(head + self.y_shape, self.y_dtype)
 
     def checked(self, x: Any, y: Any, where: str) -> tuple[Array, Array]:
-        """Return ``x`` and ``y`` as contiguous arrays; raise DataError, which names ``where``, if they are wrong."""
+        """Return ``x`` and ``y`` as contiguous arrays; raise a DataError naming ``where`` if they lack this form."""
         x, y = _taken(x, f"{where}: x"), _taken(y, f"{where}: y")
         for name, part, shape, dtype in ("x", x, self.x_shape, self.x_dtype), ("y", y, self.y_shape, self.y_dtype):
             if part.shape != shape or part.dtype != np.dtype(dtype):
@@ -151,13 +151,13 @@ class Receiver(ABC):
     samples : list of Sample
         The samples that have arrived and are not in a batch yet, in the order in which batches take them.
     ended : set of str
-        The producers that will send no more.
+        The producers that will send no more samples.
     failures : dict
-        The errors of those that have failed, by producer.
+        The error messages of the producers that have failed, by producer.
     complete : bool
         Whether all producers have ended and all of their samples are in ``samples``.
     first_end_stops : bool
-        Whether no samples are taken after the first end of a producer.
+        Whether no samples are taken any more once one producer has ended.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def poll(self, wanted: int) -> bool:
-        """Take in what has arrived, until ``samples`` has ``wanted``; tell whether anything has."""
+        """Receive samples until :attr:`samples` has ``wanted`` of them; tell whether anything has arrived."""
 
     @abstractmethod
     def waits_for(self) -> str:
@@ -176,15 +176,15 @@ class Receiver(ABC):
 
     @abstractmethod
     def release(self, samples: list[Sample]) -> None:
-        """Forget samples on which all ranks have trained."""
+        """Remove what is stored of samples on which all ranks have trained."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Tell the producers that nobody trains any more."""
+        """Tell the producers that the training has ended."""
 
     @abstractmethod
     def gone(self) -> bool:
-        """Go on to tell the producers; tell whether nothing is left to do."""
+        """Continue what :meth:`stop` has begun, without waiting; tell whether all producers that must know it do."""
 
 
 #: Tags of the messages with samples, and of the answers.
@@ -216,7 +216,7 @@ class _Line:
         self._request: Request = comm.irecv(self._buffer, rank, SAMPLE)
 
     def receive(self) -> bool:
-        """Take in one message if it has arrived; tell whether it has."""
+        """Receive one message if it has arrived; tell whether it has."""
         self.answers = [one for one in self.answers if not one.test()]
         if self.ended or not self._request.test():
             return False
@@ -232,7 +232,7 @@ class _Line:
         return True
 
     def answer(self, what: int) -> None:
-        """Start to tell the producer ``what`` has become of its samples."""
+        """Start to send ``what`` to the producer: ``TAKEN`` for one sample, or ``STOPPED``."""
         if self.stopped:
             return
         self.stopped = what == STOPPED
@@ -240,10 +240,10 @@ class _Line:
 
 
 class MessageReceiver(Receiver):
-    """Receive samples on rank 0 from the ranks ``producers`` of ``comm``, which take turns.
+    """Receive samples on rank 0 from the ranks ``producers`` of ``comm``, one of each producer in turn.
 
-    The next sample of the stream is always that of the next producer in turn, whichever message has come first; one
-    that has ended is passed over. So the stream depends on what each producer has put, and not on time.
+    The next sample is always one of the next producer in turn, whichever message has arrived first; a producer that has
+    ended is skipped. So the order of samples depends on the samples of each producer, and not on time.
     """
 
     def __init__(self, comm: Communicator, producers: range, form: SampleForm) -> None:
@@ -252,7 +252,7 @@ class MessageReceiver(Receiver):
         self._turn = 0
 
     def poll(self, wanted: int) -> bool:
-        """Take in what has arrived, until ``samples`` has ``wanted``; tell whether anything has."""
+        """Receive samples until :attr:`samples` has ``wanted`` of them; tell whether anything has arrived."""
         received = [line.receive() for line in self._lines]
         self.failures |= {line.name: line.error for line in self._lines if line.error}
         while len(self.samples) < wanted and (chosen := self._next()) is not None:
@@ -262,7 +262,7 @@ class MessageReceiver(Receiver):
         return any(received)
 
     def _next(self) -> _Line | None:
-        """Return the producer in turn and go on to the one after it; None if its sample has not come yet."""
+        """Return the producer whose turn it is, and advance the turn; None if its sample has not arrived yet."""
         for _ in self._lines:
             line = self._lines[self._turn]
             if not line.samples:
@@ -281,15 +281,15 @@ class MessageReceiver(Receiver):
         return ", ".join(line.name for line in self._lines if not line.ended)
 
     def release(self, samples: list[Sample]) -> None:
-        """Forget samples on which all ranks have trained: they are in no file."""
+        """Do nothing: samples that arrived by messages are stored in no file."""
 
     def stop(self) -> None:
-        """Tell the producers that nobody trains any more."""
+        """Tell the producers that the training has ended."""
         for line in self._lines:
             line.answer(STOPPED)
 
     def gone(self) -> bool:
-        """Receive what is still under way, and drop it; tell whether all producers have ended."""
+        """Receive and drop samples that are still in flight; tell whether all producers have ended."""
         for line in self._lines:
             line.receive()
             line.samples.clear()
@@ -301,7 +301,7 @@ PAUSE = 0.005
 
 
 def wait_until(done: Callable[[], bool]) -> None:
-    """Look at ``done`` until it is true, and sleep meanwhile; no call of MPI lasts."""
+    """Call ``done`` until it returns True, and sleep in between, so that no MPI call blocks."""
     pause = 20e-6
     while not done():
         time.sleep(pause)
@@ -309,11 +309,11 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 class OnlineProducer:
-    """Give samples to the trainers; made by :meth:`OnlineJob.producer`. No method is collective.
+    """Send samples to the trainers; made by :meth:`OnlineJob.producer`. No method is collective.
 
-    It is a context manager: the end of the block is the end of this producer's samples, and an exception in it is told
-    to the trainers, which raise it too or go on without this producer. The exception leaves the block when they are
-    done.
+    A producer is a context manager: the end of the ``with`` block is the end of its samples. An exception in the block
+    is sent to the trainers, which raise an error or go on without this producer; it leaves the block when the training
+    has ended.
 
     Examples
     --------
@@ -342,15 +342,15 @@ class OnlineProducer:
         self._request: Request = comm.irecv(self._answer, 0, ANSWER)
 
     def put(self, x: Any, y: Any) -> bool:
-        """Give one sample; wait while ``window`` samples of this producer are not in a batch yet.
+        """Send one sample to the trainers, after waiting while ``window`` earlier ones are in no batch yet.
 
-        Returns True if the trainers have a place for the sample, and False if they have ended: then the sample is not
-        used, and the simulation may end, too. The arrays are copied.
+        Returns True if the sample was sent, and False if the trainers have ended: the sample is then not used, and the
+        simulation may end, too. The arrays are copied.
 
         Raises
         ------
         DataError
-            If shape or dtype of an array is not that of the samples of this run.
+            If an array has another shape or dtype than the samples of this run.
         StateError
             If the producer is closed.
         """
@@ -367,7 +367,7 @@ class OnlineProducer:
         return True
 
     def close(self) -> None:
-        """Tell the trainers that no more samples come, and wait until all have arrived; a second call does nothing."""
+        """Tell the trainers that no more samples come, and wait until they have all; a second call does nothing."""
         if not self._closed:
             self._end(END, "")
 
@@ -395,7 +395,7 @@ class OnlineProducer:
         self._sent.append(self._comm.isend(data, 0, SAMPLE))
 
     def _listen(self) -> bool:
-        """Take in the answers that have arrived; tell whether the trainers have ended."""
+        """Receive answers of the trainers that have arrived; tell whether the trainers have ended."""
         self._sent = [one for one in self._sent if not one.test()]
         while not self._stopped and self._request.test():
             if self._answer[0] == STOPPED:
@@ -470,11 +470,11 @@ class OnlineSource:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the form of the samples, which are not known before they arrive."""
+        """SHA-256 of the form of the samples, because their values are unknown before they arrive."""
         return hashlib.sha256(repr(self.form).encode()).hexdigest()
 
     def check_ranks(self, comm: Communicator) -> None:
-        """Raise ArgumentError if ``comm``, the ranks that train by their configuration, are others. Not collective."""
+        """Raise ArgumentError unless ``comm``, the ranks of the configuration, are the trainers. Not collective."""
         if (comm.size, comm.rank) != (self.comm.size, self.comm.rank):
             raise ArgumentError(
                 f"batches: there are {comm.size} ranks, the online source has {self.comm.size} trainers: give "
@@ -482,10 +482,10 @@ class OnlineSource:
             )
 
     def next_batch(self, count: int) -> list[Sample]:
-        """Return on rank 0 the ``count`` samples of the next global batch; fewer at the end, none after it.
+        """Return on rank 0 the ``count`` samples of the next global batch; fewer in the last one, none after that.
 
-        Other ranks get a list of as many None. Collective over the trainers. Samples of the batch before it are
-        released: all ranks have trained on them.
+        Other ranks get a list of equal length with None in place of samples. Collective over the trainers. Samples of
+        the previous batch are released, because all ranks have trained on them.
 
         Raises
         ------
@@ -516,7 +516,7 @@ class OnlineSource:
     def _on_rank_0(self, function: Callable[[], T]) -> T | None:
         """Call ``function`` on rank 0 and return its result on all ranks, which raise its error together. Collective.
 
-        The receiver's producers are released if it raises.
+        If ``function`` raises an error, the producers are told that the training has ended.
         """
         result = None
         with all_ranks(self.comm, "online"):
@@ -530,9 +530,9 @@ class OnlineSource:
         return broadcast
 
     def _look(self, count: int, heard: float) -> tuple[bool, int | None]:
-        """Receive for :data:`ROUND` seconds at most; tell whether anything came, and how many samples make the batch.
+        """Receive for at most :data:`ROUND` seconds; tell whether anything arrived, and return the batch's size.
 
-        The number is None if the batch is not complete and more samples may come.
+        The size is None if the batch is not complete and more samples may come.
         """
         receiver, until, any_came = self._local_receiver, time.monotonic() + ROUND, False
         while True:
@@ -563,7 +563,7 @@ class OnlineSource:
             self._last = []
 
     def _record(self) -> None:
-        """Append the origin of the batch's samples to the journal, one line of JSON."""
+        """Append producers and numbers of the batch's samples to the journal, as one line of JSON."""
         self._batches += 1
         if self._journal is not None and self._last:
             line = {"batch": self._batches, "samples": [[one.producer, one.number] for one in self._last]}
@@ -571,9 +571,9 @@ class OnlineSource:
                 file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
-        """Tell the producers that nobody trains any more, and wait until they have heard; a second call does nothing.
+        """Tell the producers that the training has ended, and wait until they know it; a second call does nothing.
 
-        Collective over the trainers. A producer hears it in its next ``put``.
+        Collective over the trainers. A producer is told in its next ``put``.
         """
         if self._closed:
             return
@@ -608,8 +608,8 @@ class OnlineSource:
 class OnlineBatches:
     """Iterate over this rank's samples ``(x, y)`` of the global batches of an :class:`OnlineSource`.
 
-    Every step of the iteration is collective over the trainers. It ends when the samples do; the last global batch may
-    be short.
+    Every step of the iteration is collective over the trainers. The iteration ends with the samples; the last global
+    batch may be short.
 
     Attributes
     ----------
@@ -645,7 +645,7 @@ class OnlineBatches:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Do nothing, because the source is closed by its own block."""
+        """Do nothing, because the source is closed by its own ``with`` block."""
 
     def __iter__(self) -> Self:
         return self
@@ -682,22 +682,22 @@ class OnlineJob:
     trainers : int
         Number of ranks that train, from rank 0 on; all others produce.
     like : pair of arrays
-        One sample ``(x, y)``, without an axis of samples. Only its shapes and dtypes count.
+        One sample ``(x, y)``, without an axis of samples. Only its shapes and dtypes are used.
     window : int
-        The most samples of one producer that are not in a batch yet.
+        Largest number of samples of one producer that are in no batch yet.
 
     Attributes
     ----------
     trains : bool
         Whether this rank is a trainer.
     group : Communicator
-        The trainers, or the producers: those to which this rank belongs. A trainer passes it to
-        ``ShardingConfig(comm=job.group)``; a simulation may use it for its own messages.
+        All trainers if this rank is a trainer, else all producers. A trainer passes ``group`` to
+        ``ShardingConfig(comm=job.group)``; a simulation may use ``group`` for its own messages.
 
     Raises
     ------
     ConfigError
-        On every rank, if no rank is left to produce, or arguments differ between ranks.
+        On every rank, if no rank remains as producer, or arguments differ between ranks.
 
     Examples
     --------
@@ -745,7 +745,7 @@ class OnlineJob:
         return OnlineSource(self.group, self._form, receiver, **options)
 
     def producer(self) -> OnlineProducer:
-        """Return what this rank gives samples by. Not collective, but called on all producers."""
+        """Return the object that sends this producer's samples. Not collective, but called on all producers."""
         if self.trains:
             raise StateError(f"OnlineJob.producer: rank {self._comm.rank} is a trainer: it calls source()")
         return OnlineProducer(self._comm, self._form, self._window)
@@ -781,22 +781,22 @@ _SPOOL_PAUSE = 0.05
 
 @explains
 class SpoolProducer:
-    """Write samples into a folder, from which a training job takes them. It needs no MPI and may be killed at any time.
+    """Write samples into a folder from which a training job takes them, without MPI.
 
-    It is a context manager: the end of the block is the end of this producer's samples, and an exception in it is told
-    to the trainers.
+    A producer is a context manager: the end of the ``with`` block is the end of its samples, and the trainers get the
+    text of an exception in the block.
 
     Parameters
     ----------
     folder : path
         The folder; it is made if it does not exist.
     name : str
-        Name of this producer, letters, digits and "_"; one process at a time has it. Started again under its name
-        after it was killed, it goes on.
+        Name of this producer: letters, digits and "_". Only one process at a time may use it. A process that was
+        killed, at any time, can be started again under the same name.
     like : pair of arrays
-        One sample ``(x, y)``, without an axis of samples. Only its shapes and dtypes count.
+        One sample ``(x, y)``, without an axis of samples. Only its shapes and dtypes are used.
     window : int
-        The most samples of this producer in the folder.
+        Largest number of samples of this producer in the folder.
 
     Examples
     --------
@@ -841,7 +841,7 @@ class SpoolProducer:
         Raises
         ------
         DataError
-            If shape or dtype of an array is not that of the samples of this run.
+            If an array has another shape or dtype than the samples of this run.
         """
         if self._closed:
             raise StateError(f"SpoolProducer {self.name!r} is closed: put comes before close()")
@@ -861,7 +861,7 @@ class SpoolProducer:
         return (self._folder / _STOP_FILE).exists()
 
     def close(self, error: str = "") -> None:
-        """Tell the trainers that no more samples come, because of ``error`` if there is one."""
+        """Tell the trainers that no more samples come; a text ``error`` tells them that the producer has failed."""
         if not self._closed:
             self._closed = True
             _write(self._end_file, error.encode())
@@ -885,7 +885,7 @@ def _samples_in(folder: Path) -> list[tuple[int, str, str]]:
 
 
 def _untrusted(path: Path, read: Callable[[Path], T]) -> T:
-    """Return what ``read`` reads of a file that anybody may have written; DataError if it is not what it should be."""
+    """Return the result of ``read`` for a file that is not trusted; raise DataError if ``read`` rejects the file."""
     try:
         return read(path)
     except (OSError, CheckpointError) as error:
@@ -898,7 +898,7 @@ MOST_TEXT = 1 << 20
 
 
 class SpoolReceiver(Receiver):
-    """Read samples from a spool folder, in the order of their numbers among those that are there."""
+    """Read samples from a spool folder; of the files that are there, the smallest numbers are read first."""
 
     def __init__(self, folder: Path, form: SampleForm, producers: int) -> None:
         super().__init__()
@@ -908,7 +908,7 @@ class SpoolReceiver(Receiver):
         (folder / _STOP_FILE).unlink(missing_ok=True)
 
     def poll(self, wanted: int) -> bool:
-        """Take in what has arrived, until ``samples`` has ``wanted``; tell whether anything has."""
+        """Receive samples until :attr:`samples` has ``wanted`` of them; tell whether anything has arrived."""
         self._see_ends()  # before the samples: what a producer has written before its end is seen below
         new = [one for one in _samples_in(self._folder) if one[2] not in self._read_names]
         for ordinal, producer, name in new[: max(0, wanted - len(self.samples))]:
@@ -944,11 +944,11 @@ class SpoolReceiver(Receiver):
             self._read_names.discard(name)
 
     def stop(self) -> None:
-        """Tell the producers that nobody trains any more."""
+        """Tell the producers that the training has ended."""
         _write(self._folder / _STOP_FILE, b"")
 
     def gone(self) -> bool:
-        """Return True: producers of other jobs are not waited for."""
+        """Return True, because this job does not wait for producers of other jobs."""
         return True
 
 
@@ -957,9 +957,9 @@ def spool_source(
 ) -> OnlineSource:
     """Return a source of the samples that :class:`SpoolProducer` of other jobs write into ``folder``.
 
-    Collective over ``comm``, the ranks that train (``config.communicator``). Only rank 0 reads the folder. The run ends
-    when ``producers`` producers have ended and no sample is left. ``options`` are those of :class:`OnlineSource`:
-    on_end, on_error, timeout, journal.
+    Collective over ``comm``, the ranks that train (``config.communicator``). Only rank 0 reads the folder. The samples
+    end when ``producers`` producers have ended and every sample is in a batch. ``options`` are those of
+    :class:`OnlineSource`: on_end, on_error, timeout, journal.
 
     Examples
     --------

@@ -1,12 +1,12 @@
 """Define the base class of data sources, and the sources of arrays in memory, of ``.npy`` files and of text.
 
 A :class:`Source` gives samples by index, the same on every rank, and :func:`sample_order` shuffles them without a list
-of all. :meth:`Source.split` divides a source into training and validation samples, each a :class:`Subset`.
+of all indices. :meth:`Source.split` divides a source into training and validation samples, each a :class:`Subset`.
 :class:`TransformedSource` changes samples when they are read, at random or not, by a function of the user's.
-:class:`ArraySource` and :func:`digits` have their arrays in memory. Files are mapped into memory (:class:`MappedFile`),
-and the kernel is asked to read ahead around what is used of an array in them (:class:`MappedArray`); these are what
-:class:`NpySource` reads, and the sources of :mod:`mpizero.data.files`. :class:`TextSource` reads files, folders and
-globs as one long string of bytes, cut into sequences.
+:class:`ArraySource` and :func:`digits` have their arrays in memory. :class:`NpySource` and the sources of
+:mod:`mpizero.data.files` map files into memory (:class:`MappedFile`); a :class:`MappedArray` asks the kernel to read
+ahead around the rows that are used. :class:`TextSource` reads files, folders and globs as one long string of bytes, cut
+into sequences.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def sample_order(start: int, stop: int, length: int, seed: int) -> Indices:
 
 
 def epochs(start: int, stop: int, length: int) -> Iterator[tuple[int, slice]]:
-    """Yield the epochs to which positions ``start:stop`` belong, and where those of each lie among them."""
+    """Yield each epoch that has some of the positions ``start:stop``, and the slice of them that belongs to it."""
     done = start
     while done < stop:
         epoch = done // length
@@ -91,7 +91,8 @@ def epochs(start: int, stop: int, length: int) -> Iterator[tuple[int, slice]]:
 def epoch_words(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
     """Return two numbers of 32 bits, by Philox, from which the random numbers of an epoch are made.
 
-    ``purpose`` makes them differ from all others of the same seed; it is never to be changed.
+    ``purpose`` makes the two numbers differ from all other random numbers of the same seed; its value must never
+    change.
     """
     words = np.empty(4, np.uint32)
     counter = np.array([epoch & 0xFFFFFFFF, epoch >> 32, purpose, 0], np.uint32)
@@ -150,10 +151,11 @@ class Source(ABC):
         """Return values that identify the data, such as names, sizes and dtypes, without reading all of the data."""
 
     def contents(self) -> dict[str, Any]:
-        """Return what tells these data from changed ones, for a run that goes on later, without reading all of them.
+        """Return values by which a resumed run detects changed data, without reading all of the data.
 
-        ``files`` has a name, a size in bytes and a time of change in nanoseconds for each file; anything else must be
-        equal then. Here it is nothing: some samples are compared only.
+        The item ``files`` has a name, a size in bytes and a time of change in nanoseconds for each file; all other
+        items must be equal in the resumed run. By default nothing is returned, and a resumed run compares only some
+        samples.
         """
         return {}
 
@@ -165,7 +167,7 @@ class Source(ABC):
         """Return the indices at positions ``start:stop`` of the endless shuffled order of the first ``length`` samples.
 
         Positions ``e * length`` to ``(e + 1) * length - 1`` must be a permutation of these samples, the same on every
-        rank. Here it is that of :func:`sample_order`.
+        rank. By default it is that of :func:`sample_order`.
         """
         return sample_order(start, stop, length, seed)
 
@@ -176,7 +178,7 @@ class Source(ABC):
 
     @property
     def in_page_cache(self) -> bool:
-        """Tell whether the kernel keeps the samples that were read in memory anyway, one copy a node."""
+        """Tell whether samples that were read stay in the kernel's page cache, one copy a node."""
         return False
 
     @cached_property
@@ -272,7 +274,7 @@ def check_source(source: Any, by: str, *, like: str = "") -> None:
 
 
 def source_for(data: Any) -> str:
-    """Return which source takes the place of an object that is none, as the end of an error's text; "" if unknown."""
+    """Return the end of an error message: which source to use for an object that is no source; "" if unknown."""
     kinds = {kind.__name__ for kind in type(data).__mro__ if kind.__module__.startswith("torch.utils.data")}
     if "DataLoader" in kinds:
         return (
@@ -289,7 +291,7 @@ def source_for(data: Any) -> str:
 
 
 def check_unchanging(source: Source, by: str, fault: str) -> None:
-    """Raise an error, which names ``by``, if a source changes samples, a ``fault`` with a way out, or has none."""
+    """Raise an error if a source changes samples (``fault`` says what to do), or has none; the message names ``by``."""
     if source.takes_run:
         raise ConfigError(f"{by}: {type(source).__name__} {fault}")
     if not len(source):
@@ -302,8 +304,8 @@ def sample_block(source: Source, first: int, count: int, by: str, like: tuple[st
     Raises
     ------
     DataError
-        If samples are no arrays, or not ``like`` earlier ones: what those are in words, and their form if it is known.
-        The message begins with ``by``.
+        If samples are no arrays, or have another form than earlier samples. ``like`` is (words for the earlier samples,
+        their form or ""). The message begins with ``by``.
     """
     x, y = source.samples(np.arange(first, min(first + count, len(source))))
     tree = SampleTree.of(x=x, y=y)
@@ -337,16 +339,16 @@ class WrappedSource(Source):
         return self.source.origin(indices)
 
     def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
-        """Return the indices at positions ``start:stop`` of the order that the other source has for so many samples."""
+        """Return the indices at positions ``start:stop`` of the wrapped source's order of ``length`` samples."""
         return self.source.sample_order(start, stop, length, seed)
 
     @property
     def block_samples(self) -> int:
-        """Number of samples that the other source stores together."""
+        """Number of samples that the wrapped source stores together."""
         return self.source.block_samples
 
     def contents(self) -> dict[str, Any]:
-        """Return what identifies the contents of the other source."""
+        """Return the :meth:`contents` of the wrapped source."""
         return self.source.contents()
 
 
@@ -366,9 +368,9 @@ class Subset(WrappedSource):
     Raises
     ------
     ConfigError
-        If they are no whole numbers with 0 <= ``start`` <= ``stop``.
+        If ``start`` and ``stop`` are no whole numbers with 0 <= ``start`` <= ``stop``.
     DataError
-        If ``source`` is none, or has fewer than ``stop`` samples.
+        If ``source`` is no :class:`Source`, or has fewer than ``stop`` samples.
 
     Examples
     --------
@@ -406,7 +408,7 @@ class Subset(WrappedSource):
 
     @property
     def in_page_cache(self) -> bool:
-        """Tell whether the kernel keeps the samples of the other source in memory."""
+        """Tell whether the samples of the wrapped source stay in the kernel's page cache."""
         return self.source.in_page_cache
 
     def _origin_positions(self, indices: Indices) -> Indices:
@@ -427,8 +429,8 @@ _PURPOSE = 0x7A45
 class SampleRandom:
     """Draw the random numbers of one sample in one epoch, one after the other.
 
-    They are computed by Philox from the seed of the sample order, the epoch and the number of the sample in the data,
-    so they do not depend on the ranks, the batch, or on what was drawn for other samples.
+    The numbers are computed by Philox from the seed of the sample order, the epoch and the number of the sample in the
+    data, so they do not depend on the ranks, the batch, or on what was drawn for other samples.
 
     Parameters
     ----------
@@ -471,7 +473,7 @@ class SampleRandom:
         return min(stop - 1, int(self.uniform() * stop))
 
     def _advance(self, out: Array) -> int:
-        """Return the place in the sequence of the next unused number, and count the numbers of ``out`` as used.
+        """Return the index of the next unused random number, and mark as many numbers as ``out`` has as used.
 
         Two draws never share a block of Philox, which holds four numbers of float32 or two of float64.
         """
@@ -485,7 +487,7 @@ class SampleRandom:
 
 @explains
 class TransformedSource(WrappedSource):
-    """Provide the samples of another source, changed by a function.
+    """Provide the samples of another source, changed by a user's function.
 
     Parameters
     ----------
@@ -544,7 +546,7 @@ class TransformedSource(WrappedSource):
         return getattr(self.function, "__qualname__", type(self.function).__name__)
 
     def describe(self) -> dict[str, Any]:
-        """Return the fingerprints of the function, with the values that it uses, and of the other source."""
+        """Return the fingerprints of the function, with the variables that it uses, and of the wrapped source."""
         return {"transformed by": Fingerprint().digest(self.function).hex(), "of": self.source.fingerprint}
 
 
@@ -568,14 +570,15 @@ def _stacked(samples: Sequence[tuple[Any, Any]], numbers: Sequence[int], name: s
 
 @explains
 class DatasetSource(Source):
-    """Provide the samples of a dataset as PyTorch has them: an object with ``len(dataset)`` and ``dataset[i]``.
+    """Provide the samples of a map-style dataset, such as PyTorch's: it has ``len(dataset)`` and ``dataset[i]``.
 
     Parameters
     ----------
     dataset : object
         ``dataset[i]`` is the pair (x, y) of sample i: arrays, tensors or numbers, or trees of them, of the same shapes
-        for all samples. It must be the same each time: the samples that a rank reads depend on the number of ranks, and
-        so would random numbers that reading draws. Random changes belong into a :class:`TransformedSource` around it.
+        for all samples. ``dataset[i]`` must return the same sample in every call: random numbers drawn while reading
+        would depend on the number of ranks, as the samples that a rank reads do. Change samples at random by a
+        :class:`TransformedSource` of this source.
 
     Raises
     ------
@@ -637,7 +640,7 @@ class DatasetSource(Source):
 
 
 def _generators() -> list[Any]:
-    """Return the states of the process's random generators, as far as they exist."""
+    """Return the states of the process's global random generators: Python's, NumPy's and, if loaded, PyTorch's."""
     torch = sys.modules.get("torch")
     drawn = [random.getstate(), repr(np.random.get_state(legacy=False))]  # noqa: NPY002 - the user's dataset may use it
     return drawn if torch is None else [*drawn, torch.get_rng_state().numpy().tobytes()]
@@ -684,9 +687,9 @@ class ArraySource(Source):
     Raises
     ------
     DataError
-        If there are no samples, the arrays have different numbers of samples, or elements are not numbers; and if
-        arrays that name their samples or axes, of pandas or xarray, do not have them in one order: samples are paired
-        by their place.
+        If there are no samples, the arrays have different numbers of samples, or elements are not numbers; or if labels
+        of samples or axes of pandas or xarray objects are not in the same order, because samples are paired by
+        position.
 
     Examples
     --------
@@ -730,9 +733,9 @@ class ArraySource(Source):
 
 
 def _check_labels(x: Any, y: Any) -> None:
-    """Raise DataError if arrays that name their axes or label their samples have others, or another order, than others.
+    """Raise DataError if arrays with labels differ in the labels of their samples, or in the order of their axes.
 
-    Those of pandas have an ``index``, those of xarray ``dims`` and ``indexes``.
+    Objects of pandas have an ``index``, objects of xarray ``dims`` and ``indexes``.
     """
     known: list[tuple[str, tuple[str, ...], Any]] = []
     for path, leaf in paths_of(x=x, y=y):
@@ -830,12 +833,12 @@ def _digits() -> tuple[Array, Array]:
 
 
 def room_in_memory() -> int:
-    """Return how many bytes of data may be kept in memory: half of what the job may still take. Not collective."""
+    """Return how many bytes of data may be kept in memory: half of the available memory. Not collective."""
     return (available_memory() or 0) // 2
 
 
 def on_local_disk(path: str) -> bool:
-    """Tell whether a file is on a disk of this machine, whose pages nothing but a lack of memory drops. Not collective.
+    """Tell whether a file is on a local disk, whose pages the page cache drops only if memory is short. Not collective.
 
     File systems that are not on one block device (NFS, Lustre, tmpfs) have devices with the major number 0.
     """
@@ -850,7 +853,7 @@ MOST_FILES = 1 << 16
 
 
 def with_more_files(path: str, opened: Callable[[], T]) -> T:
-    """Return what ``opened`` returns, which opens ``path``; raise the limit of open files if it is reached.
+    """Call ``opened``, which opens ``path``, and return its result; raise the limit of open files if it is reached.
 
     Raises
     ------
@@ -879,14 +882,14 @@ def _too_many(error: Exception) -> bool:
 
 
 class FileState(NamedTuple):
-    """Hold a file's size, and when its contents were changed: a file with other ones is not the same data."""
+    """Hold a file's size and time of change; if one of them differs, the file counts as changed."""
 
     size: int
     changed: int
 
     @classmethod
     def of(cls, path: str) -> Self | None:
-        """Return the state of a file; None of a folder, whose files have states, and of what is not there."""
+        """Return the state of a file; None for a folder, whose files have states of their own, or a missing path."""
         try:
             status = os.stat(path)
         except OSError:  # which opening it will tell
@@ -918,7 +921,7 @@ def check_named_once(paths: Iterable[str]) -> None:
 
 
 def check_unchanged(path: str, before: FileState | None) -> None:
-    """Raise DataError if a file that is opened again is not as it was ``before``."""
+    """Raise DataError if a file that is opened again has another state than ``before``."""
     now = FileState.of(path)
     if before is not None and now is not None and now != before:
         raise _changed(path, before, now)
@@ -941,9 +944,9 @@ def block(array, where): return array[where].copy()
 class MappedFile:
     """Map a file into memory, read-only, once for all arrays in it.
 
-    [Note: bus errors] A page that is gone when it is read, of a file that was made shorter, ends the process by SIGBUS.
-    So size and time of change are compared before every access. Python reports the process that is still killed in
-    between: its report lists the names of code, and one of them is the file's.
+    [Note: bus errors] If a mapped file is made shorter, reading a page that it no longer has ends the process by
+    SIGBUS. So size and time of change are compared before every access. If the file becomes shorter after that check,
+    faulthandler reports the crash: its traceback lists names of code, one of which has the file's path.
     """
 
     def __init__(self, path: str) -> None:
@@ -968,7 +971,7 @@ class MappedFile:
         return self._rows(array, where) if isinstance(where, np.ndarray) else self._block(array, where)
 
     def read_into(self, memory: Array, offset: int) -> None:
-        """Fill ``memory``, an array of bytes, from byte ``offset`` of the file on, by calls of the system."""
+        """Fill ``memory``, an array of bytes, from byte ``offset`` of the file on, by system calls."""
         done = 0
         self.check()
         while done < memory.size:
@@ -977,7 +980,7 @@ class MappedFile:
             done += read
 
     def check(self) -> None:
-        """Raise DataError if the file is not as it was when it was mapped: it may be what another run writes."""
+        """Raise DataError if the file has changed since it was mapped, for example if another run writes it."""
         status = os.fstat(self._file)
         if status.st_size < self.size:
             raise self._shorter()
@@ -998,11 +1001,11 @@ READ_BYTES = 1 << 20
 
 
 class MappedArray:
-    """Present an array in a mapped file.
+    """Read rows and blocks of an array in a mapped file.
 
-    [Note: read ahead] Shuffled rows are pages at random places, which a disk reads many times slower than neighbouring
-    ones. Where the array fits into memory beside everything else, all of it will be read in an epoch and kept by the
-    page cache. So the first access to a region asks the kernel for the whole region.
+    [Note: read ahead] Shuffled rows are in pages at random offsets, which a disk reads many times slower than
+    neighbouring pages. If the array fits into memory, all of it will be read in an epoch and kept by the page cache. So
+    the first access to a region asks the kernel for the whole region.
     """
 
     def __init__(
@@ -1142,12 +1145,13 @@ class TextSource(Source):
     ----------
     paths : path, sequence of paths, or "stdlib"
         A file; a folder (all files below it, sorted by path, without hidden ones); or a glob pattern (sorted; ``**``
-        goes through folders). "stdlib" is this Python's own standard library: its ``.py`` files without tests, in the
-        order of the SHA-256 of their paths. So the last files, which are taken for validation, are a random choice.
+        matches folders of any depth). "stdlib" is this Python's own standard library: its ``.py`` files without tests,
+        in the order of the SHA-256 of their paths. So the last files, which are taken for validation, are a random
+        choice.
     sequence : int
         Number of bytes of each input and of each target.
     validation : float
-        Share of the samples that :meth:`split` takes for validation by default. It takes the last samples.
+        Share of the samples that :meth:`split` takes for validation by default; these are the last samples.
 
     Raises
     ------
@@ -1191,7 +1195,7 @@ class TextSource(Source):
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of all files together."""
+        """Number of bytes of all text files together."""
         return self._ends[-1]
 
     def __len__(self) -> int:
