@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 Array = NDArray[Any]
 #: Nested dictionaries of arrays: ``params["attention"]["qkv"]["weight"]``.
 Params = Mapping[str, Any]
-#: Where positions lie, range by range: in an array that has only these, and in the whole sequences.
+#: Slices of positions, two for each range: in an array of these positions alone, and in the whole sequences.
 Pieces = list[tuple[slice, slice]]
 #: ``schedule(step)`` gives the learning rate of optimizer step ``step`` (0 is the first).
 LearningRate = float | Callable[[int], float]
@@ -201,8 +201,8 @@ class Run:
     training : bool
         Whether dropout is active.
     seed, step : int
-        Random seed, and number of the training step from 0. Random numbers are computed from these two, the name of the
-        layer and the index of the sample.
+        Random seed, and number of the training step from 0. Random numbers are computed from seed and step, the name of
+        the layer and the index of the sample.
     first_sample : int
         The index, within the global batch, of the first sample of ``x``.
     count : int
@@ -318,8 +318,8 @@ class Layer(Protocol):
     ``forward`` is given the parameters and returns the output and a cache, which the backward methods are given.
     ``backward`` does ``backward_input`` and then ``backward_weights``; zero-bubble pipelines call these separately.
     ``backward_input`` returns the gradient of the input and a value that ``backward_weights`` is given as ``pending``.
-    ``grads`` holds the arrays for the gradients, nested like ``params``. A backward pass *overwrites* them and never
-    adds to them.
+    ``grads`` holds the arrays for the gradients, nested like ``params``. A backward pass *overwrites* these arrays and
+    never adds to them.
     """
 
     def specs(self) -> tuple[ParameterSpec, ...]: ...
@@ -368,8 +368,8 @@ class BlackBoxModel(Protocol):
 
     ``loss_and_grad`` returns the sum of the losses over the batch, the gradients of that sum by name, and the weight of
     the batch. If the model has an attribute ``in_place`` that is True, ``loss_and_grad`` is called as
-    ``loss_and_grad(parameters, batch, gradients)``. It then overwrites the arrays in ``gradients``, and returns the sum
-    and the weight.
+    ``loss_and_grad(parameters, batch, gradients)``. The function then overwrites the arrays in ``gradients``, and
+    returns the sum and the weight.
     """
 
     @property

@@ -180,9 +180,9 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a number")
 
 
-#: What to give in place of a masked array that takes no mask beside it.
+#: Advice for a masked array where no mask can be given separately.
 _FILLED = "give a.filled(value), with a number for what is masked, or a.data if nothing is"
-#: The same of a masked array of samples, which losses take a mask for.
+#: Advice for a masked array of samples: losses accept a mask as an array of its own.
 _TWO_ARRAYS = "give the values and the mask as two arrays, for example {'values': a.filled(0), 'mask': a.mask}"
 
 
@@ -275,8 +275,8 @@ def takes_run(function: Callable[..., Any], name: str, *arguments: str) -> bool:
     ``run`` is a :class:`mpizero.types.Run`.
 
     ``name`` is the name of the function in error messages. The result is False for a function without a readable
-    signature (compiled code). For a decorated function it is True only if both the function itself and the decorator's
-    wrapper accept ``run``.
+    signature (compiled code). For a decorated function the result is True only if both the function itself and the
+    decorator's wrapper accept ``run``.
 
     Raises
     ------
@@ -341,8 +341,8 @@ def loss_and_weight(
     """Check the loss sum and the weight that ``function`` returned, and return them as floats. Not collective.
 
     ``run`` tells for which samples the function was called, for error messages. ``name`` is the function's name in
-    them; a loss layer's ``forward`` is named by the layer's class instead. Infinities and NaN are accepted here: the
-    training step is skipped later and the user is told why.
+    error messages; a loss layer's ``forward`` is named by the layer's class instead. Infinities and NaN are accepted:
+    the training step is skipped later, and a message tells the user why.
 
     Raises
     ------

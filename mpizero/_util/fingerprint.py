@@ -18,7 +18,7 @@ of its name. Three kinds of things are left out:
   keys of dictionaries;
 - communicators, and mpizero's own sharded models;
 - objects whose content cannot be read: open files, locks, random generators, progress bars, objects of compiled code,
-  and arrays of more than 64 MiB. These are listed in :attr:`Fingerprint.left_out`.
+  and arrays of more than 64 MiB. Such objects are listed in :attr:`Fingerprint.left_out`.
 
 If a class has a property ``fingerprint``, or a method ``fingerprint`` without arguments, the value of that property or
 method is compared instead of the fields of an object.
@@ -48,7 +48,8 @@ import numpy as np
 from mpizero._util.text import PACKAGE
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, bytearray, type(None), type(Ellipsis), type(NotImplemented)})
-#: Classes of modules that are not imported for this alone, which would take 5 ms: who has such a value has the module.
+#: Classes of modules that this module does not import, which would take 5 ms: a value of them exists only if the module
+#: is loaded.
 _RARE = (("decimal", "Decimal"), ("fractions", "Fraction"), ("uuid", "UUID"))
 
 
@@ -89,8 +90,8 @@ class Parts(NamedTuple):
     content : bytes
         The content of a value that has no parts.
     left_out : str or None
-        The reason why the value is not compared. None if it is compared; "" if it is not compared and the user need not
-        know.
+        The reason why the value is not compared. None if the value is compared; "" if it is not compared and the user
+        need not know.
     """
 
     kind: str

@@ -116,7 +116,7 @@ class Standing(NamedTuple):
         True for a rank.
     program : bool
         True for a program started by a rank that has loaded MPI: such a program cannot be the rank itself. If neither
-        ``rank`` nor ``program`` is true, the case is unclear: the process was meant to be the rank, or to work alone.
+        ``rank`` nor ``program`` is true, it is unclear whether the process is meant to be the rank, or to work alone.
     text : str
         The reason why this process is no rank, for messages; "" for a rank.
     """

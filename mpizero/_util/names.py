@@ -240,8 +240,8 @@ def unknown_name(module: str, name: str, known: Iterable[str]) -> UnknownNameErr
 
 
 CLASSES = "the classes of one strategy each, such as mz.ZeRO2Model, which have it"
-#: What PyTorch's modules and optimizers have, or the classes of one strategy each, or had an earlier version of this
-#: library, and sharded ones have not, with what takes its place.
+#: Attributes that sharded models and optimizers lack, with what to use instead: those of PyTorch's modules and
+#: optimizers, of the classes of one strategy each, and of an earlier version of this library.
 INSTEAD: Mapping[str, str] = {
     "zero_grad": "leave it out: gradients of different calls are never added",
     "backward": "model.train(x, y) computes gradients and makes the step; model.compute_gradients(x, y) leaves it out",
@@ -386,7 +386,7 @@ def declared(package: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _elsewhere(package: str, name: str, homes: Mapping[str, str]) -> UnknownNameError | None:
-    """Return the error of a name that a subpackage of ``package`` has in its place; None if no subpackage has it."""
+    """Return the error of a name that only a subpackage of ``package`` has; None if no subpackage has it."""
     for inner in (inner for inner, home in homes.items() if home == package):
         if name in getattr(import_module(f"{package}.{inner}"), "__all__", ()):
             where = f"{package}.{inner}.{name}".replace("mpizero", "mz", 1)

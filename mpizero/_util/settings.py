@@ -26,7 +26,7 @@ from mpizero._util.names import nearest
 from mpizero._util.text import printable
 from mpizero.errors import ConfigError
 
-#: Whether a resumed run may change a setting: as it likes, if it is asked to by name (``--override``), or never.
+#: Whether a resumed run may change a setting: freely, only if ``--override`` names the setting, or never.
 Resume = Literal["free", "override", "never"]
 
 

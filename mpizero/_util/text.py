@@ -6,7 +6,7 @@ tables; :func:`write_atomic` writes a file.
 
 Versions of installed packages are read from the names of their metadata folders, which contain name and version (PEP
 376). Importing ``importlib.metadata`` instead would take 30 ms of processor time, which is a second for 64 ranks on two
-cores. This module imports nothing slow, because every error imports it.
+cores. This module imports nothing slow, because :mod:`mpizero.errors` imports it.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class SnapshotBuffer:
         self._memory = np.empty(0, np.uint8)
 
     def keep(self, until: Callable[[], object]) -> None:
-        """Register ``until``, a function that returns when the copy has been written, for the next :meth:`wait`."""
+        """Register ``until``, which returns when the copy has been written, as the function that :meth:`wait` calls."""
         self._until_read = until
 
     def wait(self) -> None:

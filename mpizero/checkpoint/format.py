@@ -746,7 +746,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
 
 
 def _is(value: object, number: int) -> bool:
-    """Tell whether ``value`` is an int equal to ``number``; True and 1.0 are not, although Python says ``1.0 == 1``."""
+    """Tell whether ``value`` is an int equal to ``number``; False for True and 1.0, which Python calls equal to 1."""
     return type(value) is int and value == number
 
 

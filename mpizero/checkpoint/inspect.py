@@ -422,7 +422,7 @@ class ListedCheckpoint:
     attributes : dict
         Attributes that were saved with the arrays; empty if there is a problem.
     damaged : bool
-        Whether a wrong checksum or size proves that the checkpoint is damaged. With another problem it may be
+        Whether a wrong checksum or size proves that the checkpoint is damaged. A checkpoint with another problem may be
         undamaged.
     """
 

@@ -72,7 +72,7 @@ def read_arrays(path: str | os.PathLike[str], limit: int | None = None) -> dict[
         return {name: file.values(name).reshape(shape) for name, (shape, _) in file.arrays.items()}
 
 
-#: What a damaged or crafted file raises somewhere in NumPy, Python's parser and the archive's reader.
+#: Errors that a damaged or crafted file raises in NumPy, Python's parser and the archive's reader.
 UNSOUND = (
     ValueError,
     TypeError,

@@ -116,8 +116,8 @@ class KnownLayout:
     """Keep the file layout of the last save, so that the next save of the same arrays needs fewer messages.
 
     ``writes`` lists the ranges of elements that this rank wrote. ``number`` is a checksum of the ranges of all ranks.
-    ``rank_and_size`` is (rank, number of ranks). The layout can be used again if every rank has the same rank and
-    writes as in the last save, and all ranks have the same ``number``.
+    ``rank_and_size`` is (rank, number of ranks). The layout can be used again if every process has the same rank and
+    writes the same ranges as in the last save, and all ranks have the same ``number``.
     """
 
     writes: list[WriteRanges] | None = None

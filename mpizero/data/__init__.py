@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpizero._util.names import lazy_names
 
-# Not lazily: the module has the function's name, which would mean the module as soon as that is imported.
+# Not lazily: the function has its module's name, which would refer to the module as soon as that is imported.
 from mpizero.data.batches import Batches as Batches
 from mpizero.data.batches import batches as batches
 

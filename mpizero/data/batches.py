@@ -1,4 +1,4 @@
-"""Choose the samples of each global batch, and the samples of it that this rank trains on.
+"""Choose the samples of each global batch, and those of them on which this rank trains.
 
 :func:`batches` checks its arguments on all ranks and returns :class:`Batches`, an iterator whose whole state is the
 number of samples consumed. The samples of a global batch follow from the sample order of the source alone, and the
@@ -56,7 +56,7 @@ class RankedModel(GrainSizes, Protocol):
         """The communicator over whose ranks a global batch is divided."""
 
 
-#: Reads of each block in an epoch from which on :func:`batches` says that they are many.
+#: Number of reads of each block in an epoch from which :func:`batches` prints a notice.
 COSTLY_READS = 4
 
 
@@ -247,7 +247,7 @@ class ReadAhead(Generic[T]):
 
 
 def _user_reader(source: Source) -> str:
-    """Return the name of the user's function that makes a source's samples; "" if only this library's code does."""
+    """Return the name of the user's function that makes a source's samples; "" if this library makes them."""
     inner: Any = source
     while isinstance(inner, Source):
         if isinstance(inner, TransformedSource):
@@ -296,8 +296,8 @@ def batches(
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
     A global batch is the next ``global_batch`` samples of ``source.sample_order``; it may contain the end of one epoch
-    and the start of the next. It is cut into grains. Each rank is assigned a contiguous range of grains, in the order
-    of the ranks, or no grain. This call is collective over the ``ranks``; the iteration is not.
+    and the start of the next. The batch is cut into grains. Each rank is assigned a contiguous range of grains, in the
+    order of the ranks, or no grain. This call is collective over the ``ranks``; the iteration is not.
 
     Parameters
     ----------
@@ -403,7 +403,7 @@ def choose_grains(ranks: Any, source: Source, global_batch: int) -> None:
         ranks.grain_size(global_batch, source.samples(np.zeros(1, np.int64)))
 
 
-#: Samples that :func:`full_batch` reads twice before it reads all.
+#: Number of samples that :func:`full_batch` reads twice, to compare them, before it reads all.
 READ_TWICE = 64
 
 

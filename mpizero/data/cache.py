@@ -36,7 +36,7 @@ from mpizero.errors import StateError
 from mpizero.kernels import cpu
 from mpizero.types import Array
 
-#: Bytes of samples that are read at once, at least; files are read much faster so than sample by sample.
+#: Least number of bytes of samples that are read at once, which is much faster than reading sample by sample.
 BLOCK_BYTES = 4 << 20
 _ALIGNMENT = 64
 
@@ -287,7 +287,7 @@ class BlockShuffledSource(WrappedSource):
         numbers = indices // self.block
         gathered: list[Array] = []
         with self._mutex:
-            # Blocks that are held come first, before others take their place.
+            # Blocks that are in memory come first, before other blocks replace them.
             for number in sorted(np.unique(numbers).tolist(), key=lambda number: number not in self._cached):
                 tree = self._take(number)
                 gathered = gathered or [np.empty((indices.size, *leaf.shape[1:]), leaf.dtype) for leaf in tree.leaves]

@@ -225,8 +225,8 @@ class Windows:
     axis : int
         The axis along which samples lie.
     lengths, strides : mapping of int to int
-        Length of a window, and distance between the starts of neighbouring ones, by axis. Other axes are read whole.
-        If ``axis`` has no length, a sample is one index along it, without this axis.
+        Length of a window, and distance between the starts of neighbouring ones, by axis. Other axes are read whole. If
+        ``axis`` has no length, a sample is one slice along ``axis``, without this axis.
     counts : mapping of int to int
         Number of windows along ``axis`` and along each axis with a length, the axis that varies slowest first.
     """
@@ -334,7 +334,7 @@ class FileSource(Source):
         Names of the arrays of inputs and of targets. A sequence gives samples that are dictionaries, with the names as
         keys; a mapping, from keys to names, gives other keys.
     axis : int
-        The axis along which samples lie. Without ``window``, sample i is slice i along it, without this axis.
+        The axis along which samples lie. Without ``window``, sample i is slice i along ``axis``, without this axis.
     window, stride : mapping of int to int, optional
         Length of a window by axis, and the distance between the starts of neighbouring windows (default: the length). A
         sample is then a window: ``window={0: 4, 1: 64, 2: 64}``. Axes without a length are read whole, except ``axis``,
@@ -774,7 +774,7 @@ READ_TOGETHER_BYTES = 64 << 10
 
 
 def _rows_together(dataset: Any) -> int:
-    """Return how many rows HDF5 reads together: those of a chunk, or about 64 KiB of a contiguous dataset."""
+    """Return how many rows HDF5 reads together: a chunk's, 64 KiB of a contiguous dataset, all of a virtual one."""
     if dataset.chunks or dataset.is_virtual or not dataset.size:
         return int(dataset.chunks[0]) if dataset.chunks else max(1, *dataset.shape[:1])
     return max(1, READ_TOGETHER_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1
@@ -905,7 +905,7 @@ class NetcdfSource(FileSource):
         return variables
 
 
-#: What the format's own library puts where nothing is written, by type; single bytes have no such value.
+#: Default fill values of netCDF for unwritten elements, by type; types of one byte have none.
 DEFAULT_FILLS: Mapping[str, float] = {
     "i2": -32767,
     "u2": 65535,

@@ -184,14 +184,14 @@ class Receiver(ABC):
 
     @abstractmethod
     def gone(self) -> bool:
-        """Continue what :meth:`stop` has begun, without waiting; tell whether all producers that must know it do."""
+        """Continue :meth:`stop` without waiting; tell whether no producer is left to wait for."""
 
 
 #: Tags of the messages with samples, and of the answers.
 SAMPLE, ANSWER = 1, 2
 #: Kinds of messages of producers: a sample, the end, an error.
 PUT, END, ERROR = 0, 1, 2
-#: An answer: one sample was taken; or nobody trains any more.
+#: Kinds of answers: a batch has taken one sample; the training has ended.
 TAKEN, STOPPED = 0, 1
 #: Bytes before a sample: its kind and its number, or the length of the text of an error.
 HEADER = 16
@@ -296,7 +296,7 @@ class MessageReceiver(Receiver):
         return all(line.ended and not line.answers for line in self._lines)
 
 
-#: Longest pause between two looks at what has arrived, in seconds.
+#: Longest pause between two checks for arrived messages, in seconds.
 PAUSE = 0.005
 
 
@@ -573,7 +573,7 @@ class OnlineSource:
     def close(self) -> None:
         """Tell the producers that the training has ended, and wait until they know it; a second call does nothing.
 
-        Collective over the trainers. A producer is told in its next ``put``.
+        Collective over the trainers. A producer is told of the end in its next ``put``.
         """
         if self._closed:
             return

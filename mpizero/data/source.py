@@ -561,7 +561,7 @@ def _pair(sample: Any, must: str, name: str) -> tuple[Any, Any]:
 
 
 def _stacked(samples: Sequence[tuple[Any, Any]], numbers: Sequence[int], name: str) -> Any:
-    """Return samples of :func:`_pair` as one (x, y); raise DataError if their shapes differ."""
+    """Join samples that :func:`_pair` has returned into one (x, y); raise DataError if their shapes differ."""
     try:
         return join(samples)
     except DataError as error:
@@ -848,7 +848,7 @@ def on_local_disk(path: str) -> bool:
 T = TypeVar("T")
 
 
-#: Most files that a process asks for: with more, programs that close all of them take long.
+#: Largest limit of open files that is requested: with a larger one, programs that close all possible files take long.
 MOST_FILES = 1 << 16
 
 
@@ -934,7 +934,7 @@ def _changed(path: str, before: FileState, now: FileState) -> DataError:
     )
 
 
-#: Code that reads pages; a block would be a view.
+#: Functions that read mapped pages; a block is copied, because slices alone would give a view.
 _READERS = """
 def rows(array, where): return array[where]
 def block(array, where): return array[where].copy()
@@ -996,7 +996,7 @@ class MappedFile:
 
 #: Bytes that are read ahead together.
 REGION = 4 << 20
-#: Least bytes of neighbouring rows that are read by a call of the system, which costs no page fault for each page.
+#: Least number of bytes of neighbouring rows that are read by a system call, which costs no page fault per page.
 READ_BYTES = 1 << 20
 
 
@@ -1136,10 +1136,10 @@ class TextSource(Source):
     """Provide text for next-byte prediction: the target of each byte of an input sequence is the next byte of the text.
 
     Sample i consists of the bytes from ``i * sequence`` to ``(i + 1) * sequence`` of the text, both included. ``x``
-    holds its first ``sequence`` bytes and ``y`` its last ``sequence`` bytes. Both are int64 of shape (samples,
-    sequence), with values below 256. The text is the concatenation of all files, in the order given. A sample may begin
-    in one file and end in the next. The text is not copied into memory: each file is memory-mapped when it is first
-    read.
+    holds its first ``sequence`` bytes and ``y`` its last ``sequence`` bytes. ``x`` and ``y`` are int64 of shape
+    (samples, sequence), with values below 256. The text is the concatenation of all files, in the order given. A sample
+    may begin in one file and end in the next. The text is not copied into memory: each file is memory-mapped when it is
+    first read.
 
     Parameters
     ----------
