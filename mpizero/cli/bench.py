@@ -153,7 +153,7 @@ def _memory(options: argparse.Namespace) -> None:
 
 
 def _config_memory(options: argparse.Namespace, request: Any, layout: Any, comm: Communicator) -> None:
-    """Measure the memory of a configuration's model, and print it."""
+    """Measure the memory and messages of training the configuration's model, and print them."""
     from mpizero.tools.bench import memory as layout_memory
 
     for name, value in (("parameters", options.parameters), ("micro_batches", options.micro_batches)):
@@ -189,7 +189,7 @@ def _checkpoint(options: argparse.Namespace) -> None:
 
 
 def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
-    """Return how many bytes to save: the option ``--bytes``, or those of a checkpoint of the configuration's model."""
+    """Return how many bytes to save: the option ``--bytes``, or the size of a checkpoint of the configuration."""
     from mpizero.comm.agreement import all_ranks
     from mpizero.tools.bench.checkpoint import LEAST
     from mpizero.tools.bench.memory import checkpoint_bytes
@@ -234,7 +234,7 @@ def _step(options: argparse.Namespace) -> None:
 def _shapes(options: argparse.Namespace, comm: Communicator) -> Any:
     """Return the shapes of the matrix products to measure: from the configuration file, else from the options.
 
-    The configuration's number of threads is stored in ``options.threads``.
+    If there is a configuration file, its ``train.threads`` is stored in ``options.threads``.
     """
     from mpizero.tools.bench.machine import ProductShapes
 

@@ -1,8 +1,8 @@
 """Execute ``mpizero checkpoint``: inspect, verify, compare, export and import checkpoints.
 
 :func:`run` executes a subcommand, whose options ``cli/options.py`` defines. The functions after the subcommands format
-what they have found: text for people, one line of JSON for programs. A :data:`Template` says what an imported
-checkpoint must contain, by the example of another checkpoint or by a configuration.
+their results as text for people, or as one line of JSON for programs. A :data:`Template` says what an imported
+checkpoint must contain; it is made from another checkpoint or from a configuration.
 """
 
 from __future__ import annotations
@@ -162,10 +162,10 @@ _LISTED = 20
 
 
 def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the facts about a checkpoint for its report, by name; arrays are read only for statistics.
+    """Return a dict with step, sizes, attributes and so on of a checkpoint; arrays are read only for statistics.
 
     ``options`` are the options of ``mpizero checkpoint inspect``. With one of ``--arrays``, ``--statistics`` and
-    ``--pattern``, the entry "table" has one row for each array whose name fits the pattern.
+    ``--pattern``, the entry "table" has one row for each array whose name matches the pattern.
     """
     sizes = {path: prod(shape) * dtype.itemsize for path, (shape, dtype) in reader.arrays.items()}
     manifest, state = (os.stat(os.path.join(reader.name, name)) for name in ("manifest.json", "state.h5"))
@@ -189,7 +189,7 @@ def describe(reader: checkpoint.Reader, options: argparse.Namespace) -> dict[str
 
 
 def summary(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return step, loss, layout and so on from a checkpoint's attributes, by name; None if a value was not saved."""
+    """Return step, loss, layout and so on from a checkpoint's attributes as a dict; a value not saved is None."""
     training, state = _object(attributes.get("training")), _object(attributes.get("mpizero"))
     configuration = _object(training.get("config"))
     return {
@@ -258,7 +258,7 @@ def _table_lines(table: Sequence[Mapping[str, Any]] | None) -> list[str]:
 
 
 def _words(settings: Any) -> str:
-    """Format a dict of settings on one line, without settings that are None; format any other object as one value."""
+    """Format a dict of settings on one line, leaving out those that are None; format any other object as one value."""
     if not isinstance(settings, dict):
         return _value(settings)
     return ", ".join(f"{name} {_value(value)}" for name, value in flat(settings).items() if value is not None)
@@ -272,11 +272,11 @@ def _date(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, OSError, ValueError):
-        return f"{seconds:.0f} seconds after 1970"  # a file may bear any date, also of years that no calendar has
+        return f"{seconds:.0f} seconds after 1970"  # the file's date is outside the range of strftime
 
 
 def listing_json(checkpoints: Sequence[ListedCheckpoint]) -> str:
-    """Format the list of a run's checkpoints as one line of JSON."""
+    """Format a list of checkpoints as one line of JSON."""
     now = time.time()
     listed = [
         {
@@ -295,7 +295,7 @@ def listing_json(checkpoints: Sequence[ListedCheckpoint]) -> str:
 
 
 def listing_text(checkpoints: Sequence[ListedCheckpoint]) -> str:
-    """Format the list of a run's checkpoints as text for people."""
+    """Format a list of checkpoints as a table of text."""
     rows = [["step", "loss", "size", "age", "", "checkpoint"]]
     for one in checkpoints:
         loss = summary(one.attributes)["loss"]
@@ -356,8 +356,8 @@ def like(path: str) -> Template:
 def described(name: str) -> Template:
     """Return a template for a checkpoint at step 0 of the training that the configuration file ``name`` describes.
 
-    It has the model's parameters, and no optimizer state. If the model is a GPT and its training data are missing, the
-    checkpoint can be used to generate text, but not to resume training.
+    The template has the model's parameters, and no optimizer state. If the model is a GPT and its training data are
+    missing, the imported checkpoint can be used to generate text, but not to resume training.
     """
     document = ConfigDocument(name, read_config(name))
     config = parse_config(document)

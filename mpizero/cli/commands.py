@@ -1,6 +1,6 @@
 """Define the short commands: new, replay, ensemble, report, watch, completion and requeue.
 
-For each of them ``add_`` defines its options, and ``run_`` executes it, and loads what it needs only then.
+For each command, ``add_COMMAND`` defines its options, and ``run_COMMAND`` imports what it needs and executes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def add_new(commands: Any, run: Run) -> None:
 
 
 def run_new(options: argparse.Namespace) -> None:
-    """Write a project, and print how to go on."""
+    """Write a new project, and print the commands to run next."""
     from mpizero.tools import projects
     from mpizero.tools.projects import KINDS
 
@@ -131,7 +131,7 @@ def add_report(commands: Any, run: Run) -> None:
 
 
 def run_report(options: argparse.Namespace) -> None:
-    """Write the report, and print its path."""
+    """Write the HTML report of one or several runs, and print its path."""
     from mpizero.tools.report.page import report
 
     show(str(report(options.runs, options.output, force=options.force)))
@@ -155,7 +155,7 @@ def add_watch(commands: Any, run: Run) -> None:
 
 
 def run_watch(options: argparse.Namespace) -> int:
-    """Follow a run, and return the exit status."""
+    """Show the progress of a run in the terminal until it ends, and return the exit status."""
     from mpizero._util.checks import number
     from mpizero._util.settings import check_option
     from mpizero.tools.report.watch import watch
@@ -194,7 +194,7 @@ def add_completion(commands: Any, run: Run) -> None:
 
 
 def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Print the script for ``options.shell`` that completes what ``parser`` accepts.
+    """Print a script by which the shell ``options.shell`` completes the commands and options of ``parser``.
 
     Raises
     ------
@@ -220,14 +220,14 @@ def run_completion(options: argparse.Namespace, parser: argparse.ArgumentParser)
 
 
 def settings() -> list[str]:
-    """Return all settings of a configuration file as ``--set`` wants them: ``section.key=``."""
+    """Return the names of all settings of a configuration file, each as the text ``section.key=`` for ``--set``."""
     from mpizero.train.config.schema import section_kinds
 
     return sorted({f"{section.title()}.{key.name}=" for section in section_kinds() for key in fields(section)})
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    for action in parser._actions:  # argparse has no public way to them; shtab goes the same
+    for action in parser._actions:  # argparse has no public API for its actions; shtab reads this, too
         yield action
         if isinstance(action, argparse._SubParsersAction):
             for listed in action._choices_actions:
@@ -254,7 +254,7 @@ def add_requeue(commands: Any, run: Run) -> None:
 
 
 def run_requeue(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Decide about the job of this batch script; return 0 if it was put into the queue again."""
+    """Requeue the Slurm job of this batch script if its training has to go on; return 0 if so, else 1."""
     from mpizero.train import stopping
     from mpizero.train.run_folder import RunFolder
 
@@ -262,7 +262,7 @@ def run_requeue(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         raise ConfigError("SLURM_JOB_ID is not set: requeue is for the end of a Slurm batch script")
     restarts = whole_number(environment.get("SLURM_RESTART_COUNT") or "0")
     status, reason = options.status, ""
-    if status in (ExitStatus.DATA, ExitStatus.CONFIG):  # the configuration may be what cannot be read
+    if status in (ExitStatus.DATA, ExitStatus.CONFIG):  # before the configuration is read: that may have failed
         return _report_not_requeued(status, "it would fail again")
     folder = RunFolder(_checkpoints(options))
     if status == ExitStatus.OK:
@@ -292,7 +292,7 @@ def _report_not_requeued(status: int, reason: str) -> int:
 
 
 def _checkpoints(options: argparse.Namespace) -> Path:
-    """Return the folder of checkpoints of the run that the options mean."""
+    """Return the folder of checkpoints of the run whose folder or configuration file ``options.config`` names."""
     from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
 
     if (folder := Path(options.config)).is_dir():

@@ -1,7 +1,7 @@
 """Run the command line: ``python -m mpizero COMMAND``.
 
-Every command loads what it needs when it runs: loading the libraries of a training takes about a second, in which help
-and completion would wait, and `mpizero train` would not catch the signals by which a scheduler asks it to stop.
+Every command imports what it needs when it runs: importing NumPy, MPI and the others takes about a second, for which
+help and completion would wait, and in which ``mpizero train`` would not yet catch a scheduler's stop signals.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None, comm: Communicator | None = None) -> int:
     """Run a command, and return its exit status.
 
-    Collective over ``comm``. By default these are all processes that were started together, and they are supervised:
-    errors that the user can correct become one line on standard error from one rank; any other error ends the job with
-    its traceback. With a given ``comm``, whose ranks may be threads, errors are raised instead.
+    Collective over ``comm``. By default ``comm`` has all processes that the launcher has started. Errors that the user
+    can correct are then printed as one line on standard error by one rank; any other error prints its traceback and
+    ends the job. With a given ``comm``, whose ranks may be threads, errors are raised instead.
     """
     from mpizero.guard import guard
 
@@ -96,8 +96,8 @@ def _one_line_errors() -> Iterator[None]:
 def _on_first_rank(work: Run, options: argparse.Namespace) -> int | None:
     """Run ``work`` on rank 0 only, for commands that need one process, and return the exit status.
 
-    Other ranks return at once, and MPI is not started. Under mpiexec, errors are therefore printed here: the guard
-    that otherwise prints them and ends the job would try to reach the other ranks.
+    Other ranks return None at once, and MPI is not initialized. Under mpiexec, this function prints errors itself,
+    because ``mpizero.guard``, which otherwise prints them and ends the job, would try to reach the other ranks.
     """
     if not (is_first(os.environ) if options.comm is None else options.comm.rank == 0):
         return None
@@ -116,7 +116,7 @@ def _on_first_rank(work: Run, options: argparse.Namespace) -> int | None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of the whole command line.
+    """Make the parser of all commands and their options.
 
     Not collective.
     """
@@ -245,7 +245,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         comm = _launched_world() if options.comm is None else options.comm
         findings = doctor.examine(comm, options.threads, os.environ, clean=options.clean)
-    except ConfigError as error:  # ranks that think they are alone: the first one speaks
+    except ConfigError as error:  # MPI sees each rank as a job of its own: only the first prints
         if comm is not None:
             raise
         findings = [doctor.alone(error)]
@@ -262,13 +262,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _world(comm: Communicator | None) -> Communicator:
-    """Return the communicator that :func:`main` was given, else one of all processes of the launcher."""
+    """Return ``comm``, the argument of :func:`main`, or for None a communicator of all processes of the launcher."""
     if comm is not None:
         return comm
     try:
         return _launched_world()
     except ConfigError as error:
-        if is_first(os.environ):  # MPI cannot tell who is first: it is the launcher that is wrong
+        if is_first(os.environ):  # not the rank of MPI: the launcher may be that of another MPI
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(int(error.status)) from None
 

@@ -1,8 +1,8 @@
-"""Define what the command line takes: options that several commands have, and the commands with their own options.
+"""Define the options of the command line: those that several commands share, and those of the longer commands.
 
-A command of this file only names what it takes; ``run``, which its function is given, executes it. So the parser is
-made without loading any library of a training. ``cli/commands.py`` has the commands that are short enough to stand
-beside their options, and ``cli/bench.py`` those that measure.
+The ``add_`` functions of this file only define options; the function ``run``, their argument, executes the command. So
+the parser is made without importing NumPy or MPI. ``cli/commands.py`` defines the short commands, with the functions
+that execute them, and ``cli/bench.py`` the benchmarks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES = {
 
 
 def add_value(parser: Any, name: str, metavar: str, default: Any, meaning: str = "") -> None:
-    """Add an option to a parser or a group; its value has the type of ``default``, which the help tells."""
+    """Add an option to a parser or a group; its value has the type of ``default``, and its help shows ``default``."""
     description = f"{meaning} (default: %(default)s)".lstrip()
     parser.add_argument(name, metavar=metavar, type=type(default), default=default, help=description)
 
@@ -66,13 +66,13 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config(parser: argparse.ArgumentParser, meaning: str, nargs: str | None = None) -> None:
-    """Add the configuration file of a command, and ``--set``; with ``nargs = "?"`` it may be left out."""
+    """Add the argument ``CONFIG.toml``, optional with ``nargs = "?"``, and the option ``--set`` to a parser."""
     parser.add_argument("config", metavar="CONFIG.toml", nargs=nargs, help=meaning)
     add_overrides(parser)
 
 
 def add_training(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add the configuration file of a training, and the options that are not in it."""
+    """Add ``CONFIG.toml``, ``--set``, ``--resume``, ``--resume-from`` and ``--override`` to a parser."""
     add_config(parser, meaning)
     parser.add_argument(
         "--resume",
@@ -118,7 +118,7 @@ def whole_number(text: str) -> int:
 def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
     """Make the :class:`~mpizero.train.config.sections.ParallelSection` that the options describe.
 
-    ``settings`` are further settings of the section, for which there are no options.
+    ``settings`` are settings of that section for which the command has no options, such as ``strategy``.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def layout_of(options: argparse.Namespace, **settings: Any) -> Any:
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """Rewrite an error about a setting that the ``with`` block raises as one about an option of the command line.
+    """Convert an error of the ``with`` block about a setting to a ConfigError about an option of the command line.
 
     The setting ``parallel.tensor = 3`` becomes ``--tensor 3``.
     """
@@ -149,9 +149,10 @@ def named_as_options() -> Iterator[None]:
 
 
 def read_together(options: argparse.Namespace, comm: Communicator) -> tuple[ConfigDocument, RunConfig]:
-    """Read the configuration file of a command on rank 0, and parse it, with the options that change it, on all ranks.
+    """Read the configuration file of a command on rank 0, and parse it on all ranks.
 
-    Collective over ``comm``. Without ``train.threads`` it has as many threads as ``options.threads``.
+    Collective over ``comm``. The values of ``--set`` and ``--override`` replace settings of the file. If
+    ``train.threads`` is not set, it becomes ``options.threads``.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """Train what a configuration file describes: one run, or with a section ``[ensemble]`` the members of an ensemble.
 
-:func:`train_document` looks for that section, and :func:`train` builds what a configuration describes, and trains it.
+:func:`train_document` reads the section ``[ensemble]``, and :func:`train` builds and trains the model of one run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mpizero.train.trainer import Trainer
 
 
 def train_document(document: ConfigDocument, config: RunConfig, comm: Communicator, **arguments: Any) -> dict[str, Any]:
-    """Train a configuration, or the members of its ensemble; return the result, or the ensemble's summary.
+    """Train what a configuration describes; return the result of the run, or the summary of an ensemble.
 
-    Collective over ``comm``. ``arguments`` are those of :func:`train`.
+    Collective over ``comm``. ``arguments`` are keyword arguments of :func:`train`.
     """
     tables = tables_of(document)
     if "ensemble" not in tables:
@@ -66,15 +66,17 @@ def train(
     resume_from : int, optional
         Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
     overridden : sequence of str
-        Settings that change the result, and may differ from those of the run that is resumed.
+        Keys of settings that change the result, in which this run may differ from the run that it resumes.
     context : JobContext, optional
-        Signals that the caller catches already, and its start time. Without it, this function catches signals itself.
+        Signals that the caller catches already, and the start time of the command. None: this function catches
+        signals itself.
 
     Returns
     -------
     dict
         ``steps``, ``loss`` (of the last step), ``parameters_sha256``, ``ranks``, ``strategy``, ``tokens_per_second``
-        (None if samples have no tokens; ``samples_per_second`` is then there too), ``parameter_count`` and ``layout``.
+        (None if samples have no tokens; ``samples_per_second`` is then another key), ``parameter_count`` and
+        ``layout``. See :meth:`~mpizero.train.setup.TrainingResult.to_dict` for more.
 
     Raises
     ------
@@ -105,7 +107,7 @@ KEYS = ("members", "on_failure", "each")
 
 @dataclass(frozen=True)
 class EnsembleSettings:
-    """Hold the section ``[ensemble]``.
+    """Hold the settings of the section ``[ensemble]``.
 
     Attributes
     ----------
@@ -140,14 +142,14 @@ class EnsembleSettings:
         return cls(members, on_failure, each)
 
     def values(self, config: RunConfig, member: Member) -> dict[str, Any]:
-        """Return the settings of a member by key, such as "optimizer.lr"; without ``train.seed`` it counts up."""
+        """Return the settings of a member by key; the default of "train.seed" is the run's plus the member's number."""
         table: dict[str, Any] = {"train.seed": config.train.seed + member.number, "train.threads": config.train.threads}
         table |= {key: values[member.number] for key, values in self.each.items()}
         return table | {"checkpoint.folder": os.path.abspath(member.run / "checkpoints")}
 
 
 def _flat(tables: object, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by their dotted keys."""
+    """Flatten nested tables to one dict with dotted keys, such as "optimizer.lr"."""
     if not isinstance(tables, dict):
         raise rejected("ensemble.each", tables, "must be a table of lists, such as optimizer.lr = [0.1, 0.2]")
     result: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Provide helpers for tests of code that uses mpizero.
 
-They check models, compare parallel layouts of a model, and run ranks as threads of one process.
+The helpers check models, compare parallel layouts of a model, and run ranks as threads of one process.
 
 The line ``pytest_plugins = ["mpizero.testing.plugin"]`` in a top-level ``conftest.py`` adds the fixtures ``world`` and
 ``rng``. Run the tests with ``mpiexec -n 4 python -m mpi4py -m pytest --with-mpi``.

@@ -2,10 +2,11 @@
 
 :func:`taylor_test` tests gradients by their Taylor remainder, and :func:`adjoint_test` communication by its adjoint.
 :func:`parallel_assert` fails on all ranks together, so that no rank is left waiting for one that failed.
-:func:`assert_same_as_serial` checks that a function gives the same bits on any number of ranks, and that a split model
-or layer has the bits of one process on groups of all sizes that its tiles allow (:class:`SplitTraining`). Before it
-trains, it compares the passes of the model's split blocks with those of its whole blocks, tile by tile, in one process
-(:class:`SplitPasses`), so that an error names the layer.
+:func:`assert_same_as_serial` checks that a function returns the same bits on any number of ranks, and that training a
+model or layer that is split into tiles (virtual ranks, see docs/concepts.md) gives the bits of one process on groups
+of several sizes (:class:`SplitTraining`). Before groups train, it compares forward and backward passes of each block
+that is split into tiles with those of the whole block in one process (:class:`SplitPasses`), so that an error names
+the layer.
 """
 
 from __future__ import annotations
@@ -74,15 +75,16 @@ def taylor_test(
     """Check that ``gradient`` is the gradient of ``f`` at ``x``: the Taylor remainder must fall with the step squared.
 
     The remainder ``|f(x + h p) - f(x) - h <g, p>|``, with the gradient ``g`` and a random direction ``p``, is computed
-    for nine values of ``h``, each half of the one before. The slope is the exponent with which it falls: 2 for the
-    right gradient, 1 for a wrong one, even by a factor 1/n. Collective if ``f`` is; all ranks use the same direction.
+    for nine values of ``h``, each half of the one before. The slope is the power of ``h`` to which the remainder is
+    proportional: 2 for the right gradient, 1 for a wrong one, also if only a factor 1/n is missing. Collective if
+    ``f`` is collective; all ranks use the same direction.
 
     Parameters
     ----------
     f : callable
-        Function of a value like ``x`` that returns a number. It must be smooth near ``x``.
+        Function of an argument of the form of ``x`` that returns a number. It must be smooth near ``x``.
     gradient : array, mapping or callable
-        Gradient at ``x``, or a function that is called with ``x`` and returns it.
+        Gradient at ``x``, or a function that returns the gradient at its argument, such as ``x``.
     x : array or mapping of arrays
         The point at which the gradient is tested, in float64.
     step : float
@@ -95,12 +97,13 @@ def taylor_test(
     Returns
     -------
     float
-        The slope; ``inf`` if all remainders are rounding errors, as they are where ``f`` is linear along ``p``.
+        The slope; ``inf`` if all remainders are rounding errors, as for an ``f`` that is linear along ``p``.
 
     Raises
     ------
     AssertionError
-        If the slope differs from 2 by more than ``tolerance``. The message contains the slopes between all steps.
+        If the slope differs from 2 by more than ``tolerance``. The message contains the slope for each halving of
+        ``h``.
     TypeError
         If ``x`` is not float64, because rounding would hide the slope.
 
@@ -127,9 +130,9 @@ def taylor_test(
 def _remainders(
     f: Callable[[Any], float], gradient: Array, x: Point, step: float, seed: int
 ) -> tuple[list[float], list[float] | None]:
-    """Return the Taylor remainders for nine steps, and the slopes between the remainders above rounding error.
+    """Return the Taylor remainders for nine steps, and the slopes between those that are above rounding error.
 
-    Instead of the slopes None is returned if no remainder is above rounding error.
+    The slopes are None if no remainder is above rounding error.
     """
     start = _flat(x)
     direction = np.random.default_rng(seed).standard_normal(start.size)
@@ -209,8 +212,8 @@ def parallel_assert(comm: Communicator, condition: object, message: str = "") ->
     Raises
     ------
     AssertionError
-        On every rank, if ``condition`` is false on any rank. The message names these ranks and contains their
-        ``message``.
+        On every rank, if ``condition`` is false on any rank. The error names the ranks where it is false, each with
+        its ``message``.
 
     Examples
     --------
@@ -241,43 +244,48 @@ def assert_same_as_serial(
     steps: int = 2,
     **settings: Any,
 ) -> None:
-    """Assert that a function, a model or a layer gives on several ranks the bits that it gives on one.
+    """Assert that a function, a model or a layer computes the same bits on several ranks as on one.
 
-    Collective over ``comm``. *A function*: ``function(comm)`` returns, on every rank, what it returns for a
-    communicator of one rank: numbers, strings, arrays, or nested mappings, lists and tuples of them. Arrays are
-    compared by dtype, shape and bytes, so that NaN equals itself and 0.0 differs from -0.0.
+    Collective over ``comm``. *A function*: the test calls ``function(comm)`` on every rank, and compares the return
+    value with that for a communicator of one rank. It may be a number, a string, an array, or nested mappings, lists
+    and tuples of these. Arrays are compared by dtype, shape and bytes, so NaN equals itself and 0.0 differs from -0.0.
 
-    *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first all tiles run in this
-    process; they are compared with the whole layer, within rounding, and with one another, by bits, where each has the
-    whole. Then groups of ``tiles`` ranks, half as many, and so on, train like one process that computes all tiles:
-    after each step loss, gradients and parameters have the same bits.
+    *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first one process computes
+    all tiles of each block. The joined results are compared with those of the whole block, within rounding. Results
+    that every tile must have in full, such as outputs of a row-parallel layer, are compared between tiles, bit by bit.
+    Then the model is trained in one process that computes all tiles, and by the group ``comm``, or by threads in
+    groups of ``tiles`` ranks, half as many, and so on: after each step loss, gradients and parameters must be equal
+    bit by bit.
 
     Parameters
     ----------
     checked : callable, BlockModel or Layer
-        If ``x`` is of floats, a layer is trained behind a ``LayerNorm``; its loss is ``MeanSquaredError``.
+        The function, model or layer. A layer is trained with the loss ``MeanSquaredError``, and after a ``LayerNorm``
+        if ``x`` has a floating dtype.
     comm : Communicator or mpi4py communicator, optional
-        The ranks of the group. None, for models and layers only: threads of this process, in groups of all sizes.
+        The ranks of the group. None, for models and layers only: groups of several sizes of threads of this process.
     x, y : array
-        Inputs and targets, the same in every step on all ranks. ``y=None`` is zeros, for a layer with ``output_shape``.
+        Inputs and targets, the same in every step on all ranks. ``y=None`` means zeros, for a layer that has
+        ``output_shape``.
     tiles : int
-        Number of tiles, a power of two of at least 2.
+        Number of tiles into which layers or sequences are cut, a power of two of at least 2.
     axis : {"tensor", "context"}
-        What the group splits: layers (``split``), or sequences (``context``).
+        "tensor" splits layers over the group, "context" splits sequences.
     steps : int
-        Number of steps of training, with AdamW.
+        Number of training steps with AdamW.
     **settings
         Settings of :class:`~mpizero.ShardingConfig`, such as ``micro_batch`` and ``clip``.
 
     Raises
     ------
     AssertionError
-        On every rank, if something differs on any. The message names these ranks and the first difference on each, or
-        the layer's block, tile, parameter and line, or ranks, step and array.
+        On every rank, if a result differs on any rank. The message names, for a function, these ranks and the first
+        difference on each; for a model, the block, tile, array and line of code, or the rank, step and array.
     ConfigError
-        If the model cannot be split so, or ``tiles`` or ``axis`` is wrong or does not fit ``comm``.
+        If the model cannot be split in this way, or ``tiles`` or ``axis`` is wrong or does not fit ``comm``.
     RemoteError
-        On the other ranks if the function or the layer raises any other error on some; names these and the first error.
+        On the other ranks if the function or the layer raises another error on some ranks; the message names those
+        ranks and the first error.
 
     Examples
     --------
@@ -321,9 +329,9 @@ def _compare_results(function: Any, comm: Any) -> None:
 
 
 def first_difference(actual: Any, expected: Any, label: str = "result") -> str:
-    """Return a description of the first difference in bits between two nested values; "" if equal. Not collective.
+    """Describe the first difference in bits between two nested values; return "" if there is none. Not collective.
 
-    ``label`` names the values in the description.
+    ``label`` is the name of the values in the description.
     """
     if isinstance(actual, Mapping) and isinstance(expected, Mapping):
         if list(actual) != list(expected):
@@ -358,7 +366,7 @@ _SIZES = [2**k for k in range(1, 11)]
 
 @dataclass(frozen=True)
 class OneLayer:
-    """Hold a layer as a model, behind a norm whose gradient shows the gradient of the layer's input."""
+    """Hold a layer as a model, preceded by a norm whose gradient depends on the gradient of the layer's input."""
 
     blocks: Mapping[str, Any]
     dtype: np.dtype[Any]
@@ -378,7 +386,7 @@ class SplitTraining:
     settings: Mapping[str, Any]
 
     def check(self, comm: Communicator | None) -> None:
-        """Raise AssertionError on all ranks if the bits depend on the group. Collective over ``comm``, if given."""
+        """Raise AssertionError on all ranks if results depend on the group's size. Collective over a given ``comm``."""
         if comm is None:
             expected = self.serial()
             for size in reversed([size for size in _SIZES if size <= self.virtual_ranks]):
@@ -392,7 +400,7 @@ class SplitTraining:
         self._compare(comm, expected)
 
     def serial(self) -> list[dict[str, Any]]:
-        """Train in this process, check the passes of every block, and return what each step has given."""
+        """Train in this process, check the passes of every block, and return loss, gradients and so on by step."""
         passes = SplitPasses(self.model, self.axis, self.virtual_ranks)
         passes.check_parameters()
         steps = self._trained("self", 1)
@@ -407,7 +415,7 @@ class SplitTraining:
             raise AssertionError(f"{texts[wrong[0]]} (on rank {wrong[0]}; {len(wrong)} of {comm.size} ranks differ)")
 
     def _trained(self, comm: Any, size: int) -> list[dict[str, Any]]:
-        """Return for each step its loss, and by name the gradients and the parameters after it."""
+        """Train, and return for each step a dict of its loss, its gradients, and the parameters after the step."""
         sizes: dict[str, Any] = {self.axis: size}
         way: dict[str, Any] = {"parallel_layout": ParallelLayout(**sizes), "optimizer": optim.AdamW(lr=1e-2)}
         steps: list[dict[str, Any]] = []
@@ -423,7 +431,7 @@ class SplitTraining:
 
 
 def _model_and_batch(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Return the model to train, which holds a layer if ``model`` is one, and the batch."""
+    """Return the model to train, which wraps ``model`` if that is a layer, and the batch of inputs and targets."""
     if isinstance(model, BlockModel):
         if y is None:
             raise ArgumentError("assert_same_as_serial: y is missing: a model needs targets")
@@ -449,16 +457,16 @@ _SMALL = 0.01
 class SplitPasses:
     """Check the split blocks of a model in this process: all tiles against one another and against the whole blocks.
 
-    Raises AssertionError at the first thing that is wrong. The message names the block, the tile, what differs, and the
-    line of the method that computed it. Not collective.
+    Methods raise AssertionError at the first difference. The message names the block, the tile, the array that differs,
+    and the line of the method that computed it. Not collective.
 
     Parameters
     ----------
     model : BlockModel
         The whole model.
     axis : {"tensor", "context"}
-        What is split: layers or sequences.
-    tiles : int
+        "tensor" splits layers, "context" splits sequences.
+    virtual_ranks : int
         Number of tiles.
     """
 
@@ -474,14 +482,14 @@ class SplitPasses:
         ]
 
     def check_parameters(self) -> None:
-        """Check that the tiles' parts of the parameters make the whole ones."""
+        """Check that the parts of a parameter that the tiles have are together the whole parameter."""
         for check in self.checks:
             check.parameters()
 
     def check_passes(self, named: Mapping[str, Array], batch: Any) -> None:
-        """Check both passes of every block, with the input and the output's gradient that it has in the whole model.
+        """Check forward and backward of every split block, given its input and output gradient in the whole model.
 
-        ``named`` are the parameters of the whole model by name, ``batch`` inputs and targets.
+        ``named`` are the parameters of the whole model by name, ``batch`` the inputs and targets.
         """
         params, x = nn.bind(self.model, named), leaves_of(batch[0])[0]
         run = run_on(self.model, x, Run(training=True, seed=self.model.seed, count=len(x)))
@@ -495,14 +503,14 @@ class SplitPasses:
 
 
 class _Alone(NamedTuple):
-    """Stand for the group of one process, which hosts all tiles: nothing is sent."""
+    """Represent a group of one process, which computes all tiles and sends no messages."""
 
     size: int = 1
     rank: int = 0
 
 
 class _Pass(NamedTuple):
-    """Hold what a whole block takes and gives in one training pass; ``gradients`` are by local name."""
+    """Hold inputs, outputs and their gradients of a whole block; ``gradients`` are those of parameters by name."""
 
     x: Any
     y: Any
@@ -511,7 +519,7 @@ class _Pass(NamedTuple):
     gradients: dict[str, Array]
 
     def in_order_of(self, virtual_ranks: int, alone: Group, like: Array) -> _Pass:
-        """Return it with the positions of sequences in the order in which a rank holds those of its tiles."""
+        """Return these arrays with the positions of sequences sorted by the context tile to which they belong."""
 
         def ordered(leaf: Any) -> Any:
             cut = getattr(leaf, "shape", ())[:2] == like.shape[:2]
@@ -522,7 +530,7 @@ class _Pass(NamedTuple):
 
 
 def _unsplit_passes(model: BlockModel, params: Mapping[str, Any], batch: Any, run: Run) -> dict[str, _Pass]:
-    """Run the whole model forward and backward; return what each block takes and gives, by name."""
+    """Run the whole model forward and backward; return the inputs, outputs and gradients of each block by name."""
     y, target = batch
     forward: dict[str, tuple[Any, Any, Any]] = {}
     for name, block in model.blocks.items():
@@ -540,7 +548,7 @@ def _unsplit_passes(model: BlockModel, params: Mapping[str, Any], batch: Any, ru
 
 
 class _Recorder:
-    """Run the form of a block for one tile, and keep copies of what its passes give by the name of the value."""
+    """Run a block's code for one tile, and store copies of its output and gradients by name."""
 
     def __init__(self, form: Any) -> None:
         self.form, self.values = form, dict[str, Any]()
@@ -570,7 +578,7 @@ class _BlockCheck:
     dtype: np.dtype[Any]
 
     def parameters(self) -> None:
-        """Check that the tiles' parts of the parameters make the whole ones."""
+        """Check that the parts of a parameter that the tiles have are together the whole parameter."""
         wanted = {spec.name: spec for spec in self.unsplit.specs()}
         for number, form in enumerate(self.tiled.forms):
             if (names := [spec.name for spec in form.specs()]) != list(wanted):
@@ -585,7 +593,7 @@ class _BlockCheck:
                 self.fail("specs", f"the tiles together hold of {spec.name!r} the indices {fault}")
 
     def passes(self, params: Any, known: _Pass, run: Run) -> None:
-        """Run both passes of all tiles, and compare what they give between tiles and with the whole block."""
+        """Run forward and backward of all tiles, and compare outputs and gradients with those of the whole block."""
         recorders = [_Recorder(form) for form in self.tiled.forms]
         tiled = replace(self.tiled, forms=cast("Any", tuple(recorders)))
         first, _ = tiled.forward(params, known.x, run)
@@ -609,7 +617,7 @@ class _BlockCheck:
             self._close("backward_weights", [(label, value_at(grads, name))], [(label, expected)], known)
 
     def _equal(self, recorders: list[_Recorder], method: str, which: Callable[[str], bool]) -> None:
-        """Require that the tensor tiles of each context tile give the same bits of what must be whole on each."""
+        """Require equal bits on all tensor tiles of a context tile in the arrays whose names satisfy ``which``."""
         across = self.tiled.grid.across
         for number, recorder in enumerate(recorders):
             first = number // across * across
@@ -623,7 +631,7 @@ class _BlockCheck:
                     )
 
     def _close(self, method: str, actual: Any, known: Any, passed: _Pass) -> None:
-        """Require that the tiles together give what the whole block gives, within rounding."""
+        """Require that the joined arrays of the tiles equal those of the whole block within rounding."""
         sums = Rounding(str(self.dtype), float(max((spec.size for spec in self.unsplit.specs()), default=1)))
         least = _SMALL * max((largest(value) for value in passed.gradients.values()), default=0.0)
         for (label, value), (_, expected) in zip(actual, known, strict=True):
@@ -656,7 +664,7 @@ class _BlockCheck:
 
 
 def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Return copies of the arrays of a tree by their places, which begin with ``name``; a value None stays None."""
+    """Return copies of a tree's arrays with their paths, which begin with ``name``; a leaf None stays None."""
     return [(path, leaf if leaf is None else np.array(leaf)) for path, leaf in paths_of(**{name: value})]
 
 
@@ -665,6 +673,6 @@ def _trained(layer: Any) -> Iterator[ParameterSpec]:
 
 
 def _new_gradients(layer: Any, dtype: Any) -> dict[str, Any]:
-    """Return arrays of NaN for the gradients of a layer, nested by name."""
+    """Return arrays for the gradients of a layer, filled with NaN, and its integer arrays, nested by name."""
     arrays = {spec.name: np.full(spec.shape, np.nan, spec.element_type(dtype)) for spec in layer.specs()}
     return nested(arrays | fresh_integers(layer))

@@ -1,6 +1,6 @@
-"""Pytest plugin that gives every test a new communicator, and lets a test that fails on one rank fail on all of them.
+"""Extend pytest: give every test a new communicator, and let a test that fails on one rank fail on all ranks.
 
-Where other ranks are blocked in the test that has failed on one, that rank prints its failures and ends the job.
+If other ranks are blocked in a test that has failed on one rank, that rank prints its failures and ends the job.
 
 The plugin works together with pytest-mpi (the marker ``mpi`` and the option ``--with-mpi``). If it is registered as an
 entry point of pytest, the entry point must have the name of this module. Otherwise ``pytest_plugins`` in a conftest
@@ -44,34 +44,34 @@ def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Provide a random number generator: another one on each rank, but the same in every run. Not collective."""
+    """Provide a random number generator, seeded by the rank and equal in every run of the tests. Not collective."""
     control = request.config.stash.get(_CONTROL, None)
     return np.random.default_rng([len(request.node.name), 0 if control is None else control.rank])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the setting ``mpi_patience``, seconds to wait for other ranks after a failure. Not collective."""
+    """Add the ini option ``mpi_patience``: seconds to wait for other ranks after a failure. Not collective."""
     text = "seconds that a rank whose test did not pass waits for the others, who may be blocked in that test for ever"
     parser.addini("mpi_patience", text, default="10")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the communicators for outcomes and for the end. Collective over all ranks with ``--with-mpi``."""
+    """Create a communicator for test outcomes, and one for the end of the session. Collective with ``--with-mpi``."""
     if config.getoption("--with-mpi", default=False) or config.getoption("--only-mpi", default=False):
         config.stash[_CONTROL] = _new_world("test outcomes")
         config.stash[_ENDS] = _new_world("end of tests")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remember how the session ended. Not collective."""
+    """Store the exit status of the session for :func:`pytest_unconfigure`. Not collective."""
     session.config.stash[_STATUS] = exitstatus
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Wait until every rank has printed its summary, and close what :func:`pytest_configure` made.
+    """Wait until every rank has printed its summary, and close the communicators of :func:`pytest_configure`.
 
-    Collective over all ranks with ``--with-mpi``. The first process that exits with another status than 0 ends the job
-    under some launchers, and under ``python -m mpi4py``.
+    Collective over all ranks with ``--with-mpi``. Ranks wait because under some launchers, and under
+    ``python -m mpi4py``, the first process that exits with a status other than 0 ends the job.
     """
     if _CONTROL not in config.stash:
         return
@@ -96,9 +96,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests without the marker ``mpi`` if there are several ranks. Not collective.
+    """Deselect tests without the marker ``mpi`` if there are several ranks, so that not every rank runs them.
 
-    Otherwise every rank would run them.
+    Not collective.
     """
     control = config.stash.get(_CONTROL, None)
     if control is None or control.size == 1:
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """End the session on every rank if they have collected different tests. Collective with ``--with-mpi``."""
+    """End the session on every rank if ranks have collected different tests. Collective with ``--with-mpi``."""
     control = session.config.stash.get(_CONTROL, None)
     if control is None:
         return
@@ -125,10 +125,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Make the outcome of a test marked ``mpi`` that of all ranks: if it failed on one, it has failed on all.
+    """Let a test marked ``mpi`` that has failed on one rank fail on all ranks.
 
-    Collective over all ranks with ``--with-mpi``: after the test function or a set-up that did not pass, and after the
-    teardown.
+    Collective over all ranks with ``--with-mpi``, for each report of a test function, of a teardown, and of a set-up
+    that did not pass.
     """
     report = yield
     control = item.config.stash.get(_CONTROL, None)
@@ -157,7 +157,7 @@ def _agree(item: pytest.Item, report: pytest.TestReport, control: Communicator) 
 
 
 def _merge(item: pytest.Item, report: pytest.TestReport, control: Communicator, outcomes: np.ndarray[Any, Any]) -> None:
-    """Let a test whose outcomes differ between ranks fail here, with the tracebacks of the ranks where it failed."""
+    """Report a test whose outcomes differ between ranks as failed, with the tracebacks of the ranks that failed."""
     said = ", ".join(f"rank {r}: {_OUTCOMES[o]}" for r, o in enumerate(outcomes))
     message = f"{item.nodeid} has several outcomes ({said})"
     config = item.config
@@ -171,7 +171,7 @@ def _merge(item: pytest.Item, report: pytest.TestReport, control: Communicator, 
         if data is not None
     }
     for rank, other in failed.items():
-        if report.longrepr == message:  # the first failure is told as if it were this rank's
+        if report.longrepr == message:  # the first failure is reported as if it were this rank's
             report.longrepr, report.sections = other.longrepr, other.sections
             if (crash := getattr(other.longrepr, "reprcrash", None)) is not None:
                 crash.message = f"[rank {rank}] {crash.message}"
@@ -185,7 +185,7 @@ def _patience(config: pytest.Config) -> float:
 
 
 def _ends(request: Request, patience: float) -> bool:
-    """Wait for a request, at most ``patience`` seconds; tell whether it has ended."""
+    """Wait for an MPI request, at most ``patience`` seconds; return whether it has completed."""
     started = time.monotonic()
     while not request.test():
         waited = time.monotonic() - started
@@ -196,9 +196,10 @@ def _ends(request: Request, patience: float) -> bool:
 
 
 def _show_summary(item: pytest.Item, report: pytest.TestReport) -> bool:
-    """Print pytest's failures and summary now, and tell whether pytest prints at all.
+    """Print pytest's failures and summary now; return False if pytest has no terminal reporter.
 
-    The job ends before pytest would, and the teardown of fixtures might wait for other ranks.
+    Pytest would print them at the end of the session, but the job is aborted before, without a teardown of fixtures,
+    which might wait for other ranks.
     """
     config = item.config
     _uncapture(config)
@@ -222,7 +223,7 @@ def _uncapture(config: pytest.Config) -> None:
 
 
 def _end(config: pytest.Config, control: Communicator, text: str) -> None:
-    """Print ``text``, and end the MPI job; do not return."""
+    """Print ``text`` on standard error, and abort the MPI job; do not return."""
     _uncapture(config)
     print("".join(f"[rank {control.rank}] {line}\n" for line in text.splitlines()), file=sys.stderr, flush=True)
     time.sleep(0.5)
