@@ -1,1 +1,1 @@
-"""Implement the command line: train from a configuration file with checkpoints and resuming, plan, bench, doctor."""
+"""Run a training: configuration files, the training loop, callbacks, checkpoints and resume, early stops, records."""

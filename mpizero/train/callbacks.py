@@ -1,9 +1,9 @@
-"""Call the user's functions during a run: callbacks and validation metrics, on all ranks, which agree on errors.
+"""Call the user's callbacks and validation metrics during a run on all ranks, and raise their errors on all ranks.
 
-:class:`Callback` defines what a run calls; an object of another class with some of its methods will do.
-:class:`CallbackRounds` calls one method of all callbacks at a time, after which the ranks agree on errors and on
-requests to stop. :class:`UserMetrics` computes the user's own validation metrics, with the same bits on any number of
-ranks. :class:`TensorBoard` is a callback of the library's own.
+:class:`Callback` defines the methods that a run calls; a callback may also be of another class with some of them.
+:class:`CallbackRounds` calls one method of all callbacks, and afterwards exchanges errors and requests to stop between
+ranks. :class:`UserMetrics` computes the user's own validation metrics, with the same bits on any number of ranks.
+:class:`TensorBoard` is a callback that the library provides.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ STATE = ("state_dict", "load_state_dict")
 
 
 class Callback:
-    """Define what a training run calls. Override what you need; an object of another class with some of them will do.
+    """Define the methods that a training run calls; a subclass overrides those that it needs.
 
-    Every method is called on every rank, for all callbacks in the order of the list, and after the same steps. After
-    each round of calls the ranks compare what they did, with one small message. So a method may
+    A callback may also be an object of another class with some of these methods. Every method is called on every rank,
+    for all callbacks in the order of the list, and after the same steps. After the calls of one method, the ranks check
+    by one small message that all have made the same collective calls and raised no error. So a method may
 
     - read ``trainer.step``, ``trainer.figures``, ``trainer.model`` and its own files,
     - call collective methods of ``trainer.model`` and of communicators, if it does so on every rank in the same order;
       a method of the model that only some ranks call is an error that names the lines,
     - do something on one rank only (``if trainer.rank == 0``), such as writing to a file; the other ranks wait for it,
-    - set parameters by the model's collective methods, but not train the model; as on any change between steps, a
-      resumed run equals an uninterrupted one only if the method does the same after the same step,
-    - ask by ``trainer.stop(reason)`` on any rank that all ranks end the run after this step,
-    - raise an exception: all ranks end, with the line that raised it.
+    - set parameters by the model's collective methods, but not train the model; a resumed run equals an uninterrupted
+      one only if the method makes the same change after the same step,
+    - call ``trainer.stop(reason)`` on any rank to end the run on all ranks after this step,
+    - raise an exception: then all ranks end with an error that names the line that raised it.
 
     Attributes
     ----------
     state_name : str
-        Name under which a checkpoint keeps the state of :meth:`state_dict`; if it is empty, the class's name. Of
-        several callbacks of one class that have a state, each needs its own.
+        Name under which a checkpoint stores the return value of :meth:`state_dict`; if it is empty, the class's name.
+        If several callbacks of one class have a state, each needs another name.
 
     Examples
     --------
@@ -74,33 +75,33 @@ class Callback:
     state_name: str = ""
 
     def on_step(self, trainer: Any, report: StepReport) -> None:
-        """Do something after each step; ``report`` is the step's, and ``trainer.figures`` its line of metrics."""
+        """Handle the end of a step; ``report`` describes the step, and ``trainer.figures`` is its line of metrics."""
 
     def on_validation(self, trainer: Any, figures: Mapping[str, float | None]) -> None:
-        """Do something after each validation; ``figures`` are its results by name, equal on all ranks."""
+        """Handle the end of a validation; ``figures`` are the metrics by name, equal on all ranks."""
 
     def on_checkpoint(self, trainer: Any, path: str) -> None:
-        """Do something when a checkpoint is complete; ``path`` is its folder. Asynchronous ones end in later steps."""
+        """Handle a complete checkpoint in the folder ``path``; an asynchronous save completes during later steps."""
 
     def on_end(self, trainer: Any, result: Any) -> None:
-        """Do something at the end of a run; ``result`` is its result, None if the run was asked to stop and saved."""
+        """Handle the end of a run; ``result`` is a TrainingResult, or None if the run was stopped to be resumed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return JSON values that every checkpoint keeps; those of rank 0 are saved."""
+        """Return the callback's state as a dict of JSON values; a checkpoint stores the dict of rank 0."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the values that :meth:`state_dict` returned before the run was interrupted. Called on every rank."""
+        """Restore the state that :meth:`state_dict` returned before the run was interrupted. Called on every rank."""
 
 
 def check_callbacks(callbacks: object) -> tuple[Any, ...]:
-    """Return the callbacks as a tuple. Not collective.
+    """Check the argument ``callbacks`` of ``Trainer``, and return it as a tuple. Not collective.
 
     Raises
     ------
     ArgumentError
-        If one is a class, a function, or an object without a method that a run calls; or if the states of two have the
-        same name in checkpoints. The message says what to give.
+        If a callback is a class, a function, or an object without a method that a run calls; or if two callbacks have
+        the same ``state_name``. The message says what to pass instead.
     """
     if isinstance(callbacks, str | bytes | Mapping) or not isinstance(callbacks, Iterable):
         raise ArgumentError(f"Trainer: callbacks={callbacks!r:.80}: expected a list of objects")
@@ -126,7 +127,7 @@ def check_callbacks(callbacks: object) -> tuple[Any, ...]:
 
 
 def _check_state_names(callbacks: Sequence[Any]) -> None:
-    """Raise ArgumentError if two states have the same name: in another order, callbacks would swap them."""
+    """Raise ArgumentError if two callbacks save their states under one name, so that they could be swapped."""
     first: dict[str, int] = {}
     for number, one in enumerate(callbacks):
         if not overrides(one, STATE[0]):
@@ -142,13 +143,13 @@ def _check_state_names(callbacks: Sequence[Any]) -> None:
 
 
 def overrides(callback: object, name: str) -> bool:
-    """Tell whether a callback has a method of its own of this name, other than the empty one of its base class."""
+    """Return whether a callback defines the method ``name`` itself, rather than inherit it from :class:`Callback`."""
     method = getattr(callback, name, None)
     return callable(method) and getattr(method, "__func__", None) is not getattr(Callback, name)
 
 
 def state_name(callback: object) -> str:
-    """Return the name under which a checkpoint keeps the state of a callback: its own, else that of its class."""
+    """Return the name under which a checkpoint stores a callback's state: its ``state_name``, or its class's name."""
     return getattr(callback, "state_name", "") or type(callback).__name__
 
 
@@ -158,7 +159,7 @@ def saved_state(callbacks: Sequence[Any]) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If a state is no dictionary of JSON values; the message names the callback and the key.
+        If a state is not a dict of JSON values; the message names the callback and the key.
     """
     states: dict[str, Any] = {}
     for one in callbacks:
@@ -182,7 +183,7 @@ def saved_state(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def restore_state(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> list[str]:
-    """Give every callback its saved state; return a message for each state that is missing or that nobody takes.
+    """Load the saved state of every callback; return a message for each callback without one, and each left over.
 
     Not collective.
     """
@@ -204,13 +205,13 @@ def restore_state(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> list[st
 def agree_after(comm: Communicator, what: str, error: Exception | None, *, wanted: bool = False) -> Array:
     """Check after calls of users' functions that all ranks have made the same collective calls, and raised no error.
 
-    Collective over ``comm``: one message of 32 bytes a rank. ``what`` names the functions in reports, ``error`` is what
-    they have raised on this rank. Return the ``wanted`` of all ranks.
+    Return an array with the argument ``wanted`` of every rank. Collective over ``comm``: each rank sends one message of
+    32 bytes. ``what`` names the functions in error messages, ``error`` is their exception on this rank, or None.
 
     Raises
     ------
     Exception
-        ``error`` itself, on the ranks that have one; RemoteError on the others.
+        ``error`` itself, on ranks where it is not None; RemoteError on the others.
     CollectiveMismatch
         If ranks have called different collective methods of their models.
     """
@@ -230,14 +231,14 @@ T = TypeVar("T")
 
 
 class CallbackRounds:
-    """Call one method of all callbacks at a time.
+    """Call one method of all callbacks, and raise their errors on all ranks.
 
     Parameters
     ----------
     callbacks : sequence
         The callbacks, of the same classes on every rank.
     model : Model
-        The model that is trained. Its communicator compares the calls of the ranks.
+        The model that is trained. Its communicator checks that all ranks make the same calls.
     """
 
     def __init__(self, callbacks: Sequence[Any], model: Any) -> None:
@@ -249,7 +250,7 @@ class CallbackRounds:
         self.reason = ""
 
     def stop(self, reason: str) -> None:
-        """Ask that all ranks end the run after this step; called by a callback. Not collective."""
+        """Request that all ranks end the run after this step; called by a callback. Not collective."""
         if not self._running:
             raise StateError(
                 "trainer.stop is for the methods of callbacks, after which ranks agree on it; elsewhere, make a file "
@@ -263,7 +264,7 @@ class CallbackRounds:
         Raises
         ------
         Exception
-            What a callback has raised, on the ranks on which it did; RemoteError on the others.
+            The exception of a callback, on the ranks where it was raised; RemoteError on the others.
         CollectiveMismatch
             If ranks have called different collective methods of the model.
         StateError
@@ -280,7 +281,7 @@ class CallbackRounds:
     def saved_state(self) -> dict[str, Any]:
         """Return the states of rank 0's callbacks by name. Collective if there are callbacks; errors as :meth:`call`.
 
-        A checkpoint has one state, of which rank 0's logger knows more than the others.
+        Rank 0's states are saved, because rank 0 is where callbacks usually write logs.
         """
         if not self._callbacks:
             return {}
@@ -289,16 +290,16 @@ class CallbackRounds:
         return states
 
     def restore_state(self, saved: Mapping[str, Any]) -> list[str]:
-        """Give every callback its saved state; return messages about what is missing or left.
+        """Load the saved state of every callback; return messages about states that are missing or left over.
 
-        Collective if there are callbacks; errors as :meth:`call`: one may not take what another version has saved.
+        Collective if there are callbacks. Errors of a callback are raised as by :meth:`call`.
         """
         if not self._callbacks:
             return restore_state((), saved)
         return self._agreed("the callbacks' load_state_dict", lambda: restore_state(self._callbacks, saved))[0]
 
     def _agreed(self, what: str, call: Callable[[], T]) -> tuple[T, Array]:
-        """Return what ``call`` returns, and which ranks want to stop; errors as :meth:`call`. Collective."""
+        """Return the result of ``call()``, and for each rank whether it requests a stop; errors as :meth:`call`."""
         try:
             result = call()
         except Exception as error:  # the report about a mismatch then shows it
@@ -342,19 +343,19 @@ RESERVED = (
 
 
 def taken(name: object) -> bool:
-    """Tell whether the library itself records a metric of this name. Not collective."""
+    """Return whether the library itself records a metric of this name. Not collective."""
     return name in RESERVED or (isinstance(name, str) and name.endswith("_per_second"))
 
 
 def check_metrics(metrics: object) -> dict[str, Metric]:
-    """Return the metrics by name. Not collective.
+    """Check the argument ``metrics`` of ``Trainer``, and return it as a dict. Not collective.
 
     Raises
     ------
     ArgumentError
-        If they are no dictionary of functions.
+        If ``metrics`` is not a dict of functions.
     ConfigError
-        If a name is taken, or no name.
+        If a key is the name of a metric of the library, or not an identifier.
     """
     if not isinstance(metrics, Mapping):
         raise ArgumentError(
@@ -370,19 +371,19 @@ def check_metrics(metrics: object) -> dict[str, Metric]:
 
 
 class UserMetrics:
-    """Add up metrics over the samples of one validation.
+    """Sum the user's metrics over the samples of one validation.
 
-    Every metric is called once for each grain, so it sees the same samples on any number of ranks, and its sums are
-    added exactly (:func:`math.fsum`), so their order does not matter. All ranks call it equally often, because it may
-    call collective methods of the model, such as ``predict``. A rank that has no more grains calls it with the first
-    one, and the result is not counted.
+    Every metric is called once for each grain (a fixed slice of the global batch), so it gets the same samples on any
+    number of ranks. The sums over grains are added exactly (:func:`math.fsum`), so their order does not matter. All
+    ranks call a metric equally often, because it may call collective methods of the model, such as ``predict``. A rank
+    with fewer grains than another calls the metric with the first grain again, and discards the result.
 
     Parameters
     ----------
     metrics : dict
         The functions by name.
     model : Model
-        The model.
+        The sharded model that the functions get as their first argument.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], model: Any) -> None:
@@ -390,9 +391,10 @@ class UserMetrics:
         self._sums: dict[str, list[tuple[float, float]]] = {name: [] for name in metrics}
 
     def add(self, source: Any, part: Array, size: int, local_samples: tuple[Any, Any]) -> None:
-        """Add the samples of ``source`` at the indices ``part``; ``local_samples`` are those of this rank's grains.
+        """Evaluate all metrics on the samples of ``source`` at the indices ``part``, and add the results to the sums.
 
-        Collective over the model's ranks. ``size`` is the number of samples of a grain.
+        Collective over the model's ranks. ``size`` is the number of samples in a grain, and ``local_samples`` are the
+        samples of the grains of ``part`` that this rank evaluates.
         """
         if not self._metrics:
             return
@@ -417,7 +419,7 @@ class UserMetrics:
         agree_after(comm, "the metrics", None)
 
     def compute(self) -> dict[str, float | None]:
-        """Return the value of every metric: its sum over its weight; None if that is not finite.
+        """Return the value of every metric: its sum divided by its weight; None if the quotient is not finite.
 
         Collective over the model's ranks.
         """
@@ -431,13 +433,13 @@ class UserMetrics:
             total, weight = (_sum(pair[index] for pair in pairs) if finite else math.nan for index in (0, 1))
             value = total / weight if weight and math.isfinite(weight) else math.nan
             values[name] = value if math.isfinite(value) else None
-        # The groups of a split model have computed the same: all go on with the values of one.
+        # All groups of ranks of a split model have computed the same values; all use those of the first rank.
         decided: dict[str, float | None] = self._model.mesh.communicator.broadcast_object(values, tag="metrics")
         return decided
 
 
 def _sum(values: Iterable[float]) -> float:
-    """Return the sum of finite numbers, rounded once; infinity if a float cannot hold it."""
+    """Return the sum of finite numbers, rounded once; infinity if the sum exceeds the range of a float."""
     try:
         return math.fsum(values)
     except OverflowError:
@@ -463,14 +465,14 @@ def _checked(name: str, returned: Any) -> tuple[float, float]:
 class TensorBoard(Callback):
     """Write all numbers of each step and each validation as scalars for TensorBoard, on rank 0 (extra ``tensorboard``).
 
-    After a resume, TensorBoard hides what an interrupted run has written for the steps that are repeated.
+    After a resume, TensorBoard hides the values that the interrupted run has written for steps that are repeated.
 
     Parameters
     ----------
     folder : path or None
-        Folder of the event files; None is ``tensorboard`` in the run's folder.
+        Folder of the event files; None means ``tensorboard`` in the run's folder.
     every : int
-        Steps are written whose number is a multiple of this; validations always are.
+        Steps whose number is a multiple of ``every`` are written; validations are always written.
 
     Raises
     ------
@@ -519,7 +521,7 @@ class TensorBoard(Callback):
 
 
 def _event_writer(folder: str, step: int) -> Any:
-    """Open an event file; what older ones in ``folder`` hold of ``step`` and later steps is hidden."""
+    """Open an event file; TensorBoard hides values of older files in ``folder`` from ``step`` on."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError:

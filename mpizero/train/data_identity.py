@@ -1,4 +1,4 @@
-"""Find out by what samples are recognized when a run goes on: values of some, checksums of arrays, sizes of files."""
+"""Check that a resumed run has the same data: compare values of some samples, checksums of arrays, sizes of files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mpizero.errors import ConfigError, DataError
 
 #: Number of samples in the hash by which a resumed run recognizes its training data.
 FINGERPRINT_SAMPLES = 64
-#: Most samples that are compared at a resume; most bytes of them, with the blocks that are stored together with them,
-#: and seconds of reading, at which their number is doubled no more.
+#: Most samples that are compared at a resume; most bytes that are read for them (whole blocks of a file), and seconds,
+#: after which the number of samples is not doubled again.
 COMPARED_SAMPLES, COMPARED_BYTES, COMPARED_SECONDS = 1024, 8 << 20, 2.0
 
 
@@ -31,7 +31,7 @@ def data_fingerprint(source: Source) -> str:
     Raises
     ------
     DataError
-        If samples are not made of arrays.
+        If samples contain values other than arrays.
     """
     count = min(FINGERPRINT_SAMPLES, len(source))
     x, y = source.samples(np.arange(count, dtype=np.int64) * len(source) // max(count, 1))
@@ -47,10 +47,10 @@ def data_fingerprint(source: Source) -> str:
 
 
 def shared_contents(comm: Communicator, source: Any, validation: Any) -> dict[str, Any]:
-    """Return what identifies the contents of the training and of the validation data, as rank 0 finds it.
+    """Return :func:`contents` of the training and of the validation data, by "training" and "validation".
 
-    Collective over ``comm``. Only rank 0 reads, some samples spread over all; samples that arrive while the model is
-    trained, and data that are not there, have no entry.
+    Collective over ``comm``. Only rank 0 reads samples. An :class:`~mpizero.data.OnlineSource` and missing or empty
+    data have no entry.
     """
     parts = {"training": source, "validation": validation}
 
@@ -61,12 +61,14 @@ def shared_contents(comm: Communicator, source: Any, validation: Any) -> dict[st
 
 
 def contents(source: Source) -> dict[str, Any]:
-    """Return what identifies the contents of a source, as JSON values. Not collective.
+    """Return JSON values by which a resumed run recognizes a source: hashes of samples, of arrays, of file sizes.
 
-    [Note: compared samples] The first 64 are read in any case, then twice as many as before while that is likely to
-    take no more than :data:`COMPARED_SECONDS`, and in the end all, if there are few. A hash is kept at each number,
-    because another machine may read more or fewer of them. Positions follow the golden ratio: any number of them is
-    spread over all samples, and no period in the data meets them.
+    Not collective.
+
+    [Note: compared samples] 64 samples are read in any case. Their number is then doubled as long as reading is likely
+    to take less than :data:`COMPARED_SECONDS`, up to all samples if there are few. A hash is stored for each of these
+    numbers, because another machine may read more or fewer samples. Positions are multiples of the golden ratio: any
+    number of them is spread over all samples, and they do not coincide with a period of the data.
     """
     started, length = time.perf_counter(), len(source)
     digest, hashes, done, most = hashlib.sha256(), dict[str, str](), 0, min(length, COMPARED_SAMPLES)
@@ -92,7 +94,7 @@ def _add(digest: Any, source: Source, positions: Any) -> int:
 
 
 def _of_files(files: Any) -> dict[str, Any]:
-    """Return number, size and newest change of files, and hashes of the size and of the time of each."""
+    """Return the number, total size and latest modification time of files, and hashes of all sizes and of all times."""
     if not files:
         return {}
     names, sizes, times = zip(*files, strict=True)
@@ -106,7 +108,11 @@ def _hash(value: Any) -> str:
 
 
 def check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsewhere: str) -> None:
-    """Raise ConfigError if the data named ``what`` are not those of the saved run. Not collective."""
+    """Raise ConfigError if the data named ``what``, "training" or "validation", differ from those of the saved run.
+
+    Not collective. ``saved`` and ``now`` are the results of :func:`shared_contents` in the saved run and in this one,
+    ``alike`` tells whether the fingerprints are equal, ``refused`` and ``elsewhere`` are parts of the error message.
+    """
     why = difference(saved.get(what, {}), now.get(what, {}))
     if why or not alike:
         hint = f": {why}" if why else ""
@@ -116,7 +122,10 @@ def check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsew
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what shows that data are not the saved ones; "" if nothing does. Not collective."""
+    """Describe the first difference between two results of :func:`contents`; return "" if there is none.
+
+    Not collective.
+    """
     for count in _counts(saved, now):
         if saved["samples"][count] != now["samples"][count]:
             return f"{count} of {now['of']} samples were compared, and some have other values"
@@ -128,7 +137,7 @@ def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def touched(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return a text if files that are equal otherwise were changed at other times; else "". Not collective."""
+    """Return a message if files that are otherwise equal have other modification times, else "". Not collective."""
     if "times" not in saved or saved["times"] == now.get("times", saved["times"]):
         return ""
     then, latest = (f"{datetime.fromtimestamp(one['newest']):%Y-%m-%d %H:%M:%S}" for one in (saved, now))
@@ -140,6 +149,6 @@ def touched(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _counts(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the numbers of samples at which both have a hash."""
+    """Return the numbers of samples for which both results of :func:`contents` have a hash."""
     same = saved.get("of") == now.get("of") and "samples" in saved and "samples" in now
     return [count for count in now["samples"] if count in saved["samples"]] if same else []

@@ -1,10 +1,10 @@
 """Define the events that a run records in ``events.jsonl``, read them again, and show a run's progress.
 
-Each kind of event is one class, from and to a line of JSON (:class:`RunEvent`). A session is one start or resume of a
-run. Lists "by rank" have one entry for each rank, in order. Anybody may have written a line: the functions at the head
-tell whether its values have the forms that a reader computes with. :func:`read_run` reads the lines of a run's metrics,
-and its events by session. :class:`Progress` is what rank 0 shows meanwhile: a bar on a terminal, few lines in a log
-file.
+Each kind of event is a class that is converted to and from a line of JSON (:class:`RunEvent`). A session is one start
+or resume of a run. Lists "by rank" have one entry for each rank, in order. A file may be damaged or edited, so the
+first functions of this module check the types of its values. :func:`read_run` reads the metrics of a run, and its
+events by session. :class:`Progress` shows the progress of a training on rank 0: a bar on a terminal, few lines in a
+log file.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ LATEST = 1e11
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a finite number that can be added to others. Not collective."""
+    """Return whether a value is an int or float, at most :data:`LARGEST` in magnitude. Not collective."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def is_step(value: Any) -> bool:
-    """Tell whether a value is the number of a step. Not collective."""
+    """Return whether a value can be the number of a step, an int from 0 to 2^63 - 1. Not collective."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Tell whether a value has the type ``hint``: plain types, None, unions, lists and dictionaries with texts as keys.
+    """Return whether a value has the type ``hint``: a plain type, a union, or a list or dict of these.
 
-    Whole numbers have at most 64 bits; ``Any`` is any value. Not collective.
+    Integers must fit 64 bits; the hint ``Any`` accepts every value. Not collective.
     """
     if hint is Any:
         return True
@@ -61,7 +61,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def plain(value: Any, non_finite: Callable[[float], Any] = str) -> Any:
-    """Return ``value`` in JSON values: other objects as text, infinite and NaN numbers as ``non_finite`` returns them.
+    """Convert ``value`` to JSON values: NaN and infinite numbers x become ``non_finite(x)``, other objects text.
 
     Not collective.
     """
@@ -80,16 +80,16 @@ SUPERSEDED, RESULT = "metrics.superseded.jsonl", "run_complete"
 
 
 class PipelineCell(NamedTuple):
-    """Hold one instruction of a pipeline's timetable.
+    """Hold one instruction of a pipeline stage, such as the forward pass of a micro-batch, with its times.
 
     Attributes
     ----------
     stage, chunk, micro : int
         Numbers of the stage, of the chunk of the model, and of the micro-batch.
     work : str
-        "forward", "backward", or a half of it: "backward_input" or "backward_weights".
+        "forward", "backward", or a half of the backward pass: "backward_input" or "backward_weights".
     start, end : float
-        When the stage computes it.
+        Times at which the stage begins and ends the instruction.
     """
 
     stage: int
@@ -102,16 +102,16 @@ class PipelineCell(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent:
-    """Hold what every event has.
+    """Hold the fields that all kinds of events share; base class of the events.
 
     Attributes
     ----------
     time : float
-        When it was recorded, in seconds since 1970.
+        When the event was recorded, in seconds since 1970.
     visit : int
-        Number of the session, which is the start of the run (0) or one of its resumes (1, 2, ...).
+        Number of the session: 0 for the start of the run, 1, 2, ... for its resumes.
     step : int
-        Number of steps done.
+        Number of training steps done before the event.
     """
 
     kind: ClassVar[str] = ""
@@ -122,21 +122,21 @@ class RunEvent:
 
     @property
     def by_rank(self) -> int | None:
-        """Number of ranks of which it has numbers; None if it has none of ranks."""
+        """Number of ranks, which is the length of the event's lists by rank; None if the event has no such lists."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the event as JSON values by name. Not collective."""
+        """Return the event as a dict of JSON values by field name. Not collective."""
         return {"kind": self.kind} | {one.name: plain(getattr(self, one.name)) for one in fields(self)}
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Make the event from JSON values by name; unknown names are ignored. Not collective.
+        """Make the event from JSON values by field name; unknown names are ignored. Not collective.
 
         Raises
         ------
         ValueError
-            If a value is missing or of another type.
+            If the value of a field is missing or of another type.
         """
         arguments: dict[str, Any] = {}
         for one in fields(cls):
@@ -151,14 +151,14 @@ class RunEvent:
 
 
 def _check_by_rank(ranks: int, lists: Mapping[str, Any], kind: type = float) -> None:
-    """Raise ValueError, which names the list, if one of them is not ``ranks`` numbers of the type ``kind``."""
+    """Raise ValueError, which names the list, if one of ``lists`` is not ``ranks`` numbers of the type ``kind``."""
     for name, values in lists.items():
         if not fits(values, list[kind]) or len(values) != ranks:  # type: ignore[valid-type]
             raise ValueError(f"{name} is no list of {ranks} numbers: {_shortened(values)}")
 
 
 def _check_known(values: Mapping[str, Any], hints: Mapping[str, Any], whose: str) -> None:
-    """Raise ValueError, which names the value, if one of those in ``hints`` is there and has another type."""
+    """Raise ValueError, which names the key, if a value of ``values`` does not have its type in ``hints``."""
     for name, hint in hints.items():
         if name in values and not fits(values[name], hint):
             raise ValueError(f"{whose} {name} = {_shortened(values[name])}")
@@ -166,18 +166,18 @@ def _check_known(values: Mapping[str, Any], hints: Mapping[str, Any], whose: str
 
 @dataclass(frozen=True, kw_only=True)
 class SessionStart(RunEvent):
-    """Describe the training at the start of a session, whose first step is the one after ``step``.
+    """Describe the training at the start of a session, whose first step has the number ``step + 1``.
 
     Attributes
     ----------
     steps : int
         Number of the run's last step.
     superseded : int
-        Number of steps after ``step`` that a session before had done already: their lines of metrics are superseded.
+        Number of steps after ``step`` that an earlier session has done, and that this session repeats.
     described : str
-        One line about model, layout and data.
+        One line of text about model, layout and data.
     model, strategy : str
-        Name of the model's class; name of the strategy, such as "zero2".
+        Name of the model's class; name of the ZeRO strategy, such as "zero2".
     parameter_count : int
         Number of parameter elements of the whole model.
     unit : str
@@ -193,20 +193,22 @@ class SessionStart(RunEvent):
     layout : dict
         Sizes of the axes by name, ``order``, ``schedule`` (None without a pipeline), ``virtual_stages``,
         ``zero_stage``, ``global_batch``, ``grains``, ``grain_size``, ``accumulate``, ``tiles``, ``ranks_per_node``
-        (those that share memory), ``exactness`` (what results are equal to) and ``chunks``: of each chunk its
-        ``stage`` and ``blocks``.
+        (those that share memory), ``exactness`` (a text: which other layouts give the same bits) and ``chunks``, a list
+        of dicts with the ``stage`` and the ``blocks`` of each chunk.
     config : dict of dict
-        The settings by section and name.
+        The settings of the run, by section and key of the configuration file.
     versions : dict of str to str
         Versions of mpizero and the libraries that it uses.
     machine : dict
-        ``processor``, ``cores`` that rank 0 may use, ``threads`` a rank, ``device``, ``job`` (Slurm's number, or "").
+        ``processor``, ``cores`` (number that rank 0 may use), ``threads`` (per rank), ``device``, ``job`` (the Slurm
+        job's number, or "").
     planned : dict of str to list of int
-        Planned bytes of host memory by part, by rank, as ``mpizero plan`` computes them; empty if there is no plan.
+        Planned bytes of host memory, such as those of "parameters", by rank, as ``mpizero plan`` computes them; empty
+        if there is no plan.
     planned_device : dict of str to list of int
-        The same of GPUs.
+        Planned bytes of GPU memory, in the form of ``planned``.
     not_planned : str
-        What the plan lacks and why; "" if it lacks nothing.
+        Message of the error for which there is no plan; "" if there is a plan.
     """
 
     kind: ClassVar[str] = "start"
@@ -232,11 +234,11 @@ class SessionStart(RunEvent):
 
     @property
     def by_rank(self) -> int:
-        """Number of ranks of which it has numbers."""
+        """Number of ranks, which is the length of the event's lists by rank."""
         return self.ranks
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a list by rank is none."""
+        """Raise ValueError if a list by rank does not have one number for each rank."""
         _check_by_rank(self.ranks, {"nodes": self.nodes} | self.coordinates | self.planned | self.planned_device, int)
         _check_known(self.layout, _LAYOUT, "layout has")
         if not all(0 <= node < len(self.hosts) for node in self.nodes):
@@ -250,12 +252,13 @@ class MemoryCount(RunEvent):
     Attributes
     ----------
     counted : dict of str to list of int
-        Bytes of host memory by part, by rank, counted where they are allocated. The parts are those of
-        :attr:`SessionStart.planned` that exist between steps. Of memory that ranks share, each counts an equal part.
+        Bytes of host memory that the library has allocated, by rank. The keys are those of
+        :attr:`SessionStart.planned` whose memory exists between steps. Each rank counts an equal share of the memory
+        that ranks share.
     device : dict of str to list of int
-        The same of GPUs.
+        Bytes of GPU memory, in the form of ``counted``.
     peak : list of int
-        By rank, the most bytes that were counted at once.
+        By rank, the largest number of bytes that were allocated at the same time.
     resident : list of int
         By rank, the largest resident size of the process so far; shared pages count in full on each rank.
     """
@@ -269,11 +272,11 @@ class MemoryCount(RunEvent):
 
     @property
     def by_rank(self) -> int:
-        """Number of ranks of which it has numbers."""
+        """Number of ranks, which is the length of the event's lists by rank."""
         return len(self.peak)
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a list by rank is none."""
+        """Raise ValueError if a list by rank does not have one number for each rank."""
         _check_by_rank(len(self.peak), {"peak": self.peak, "resident": self.resident} | self.counted | self.device, int)
 
 
@@ -284,11 +287,12 @@ class PhaseSeconds(RunEvent):
     Attributes
     ----------
     seconds : list of float
-        By rank, the seconds of the step. They are the sum of those of the phases.
+        By rank, the duration of the step, which is the sum of the durations of its phases.
     reading : list of float
-        By rank, the seconds before the step in which its samples were read or waited for.
+        By rank, the seconds before the step that were spent reading or waiting for its samples.
     phases : dict of str to list of float
-        For each phase, by rank, its seconds. "waiting" is waiting for other ranks in any phase, "other" no phase.
+        For each phase, its duration by rank. "waiting" is time spent waiting for other ranks in any phase, "other" is
+        time outside of all phases.
     """
 
     kind: ClassVar[str] = "phases"
@@ -299,11 +303,11 @@ class PhaseSeconds(RunEvent):
 
     @property
     def by_rank(self) -> int:
-        """Number of ranks of which it has numbers."""
+        """Number of ranks, which is the length of the event's lists by rank."""
         return len(self.seconds)
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a list by rank is none."""
+        """Raise ValueError if a list by rank does not have one number for each rank."""
         _check_by_rank(len(self.seconds), {"seconds": self.seconds, "reading": self.reading} | self.phases)
 
 
@@ -316,11 +320,12 @@ class PipelineTimetable(RunEvent):
     schedule : str
         Name of the schedule.
     costs : str
-        The planned cells' costs: "operations" of the chunks' blocks, or "equal" costs of all chunks and passes.
+        How durations were planned: from the "operations" of the chunks' blocks, or "equal" for all chunks and passes.
     planned : list of PipelineCell
-        The schedule, in units of a mean forward pass of a chunk.
+        The planned schedule; the unit of time is a mean forward pass of a chunk.
     measured : list of PipelineCell
-        The step, in seconds since it began. A cell begins when what it needs from another stage has arrived.
+        The measured schedule, in seconds since the step began. A cell begins when the message that it needs from
+        another stage has arrived.
     """
 
     kind: ClassVar[str] = "timetable"
@@ -331,7 +336,7 @@ class PipelineTimetable(RunEvent):
     measured: list[PipelineCell]
 
     def __post_init__(self) -> None:
-        """Make cells of lists; raise ValueError for a list that is none."""
+        """Convert lists to :class:`PipelineCell`; raise ValueError if a list has other values than a cell."""
         for name in ("planned", "measured"):
             try:
                 cells = [PipelineCell(*cell) for cell in getattr(self, name)]
@@ -345,20 +350,20 @@ class PipelineTimetable(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWrite(RunEvent):
-    """Describe a checkpoint that was written, that of ``step``.
+    """Describe the checkpoint of ``step``, which was written.
 
     Attributes
     ----------
     path : str
-        Its path relative to the run's folder.
+        Path of the checkpoint relative to the run's folder.
     bytes : int
-        Bytes of its files.
+        Total size of the checkpoint's files.
     seconds : float
-        Seconds from its beginning until it was complete; ``beside`` training, steps were done meanwhile.
+        Duration of the save; it includes the steps that were done meanwhile if ``beside`` is true.
     beside : bool
-        Whether a thread wrote it during the next steps.
+        Whether the save was asynchronous: a thread wrote the checkpoint during the next steps.
     best : bool
-        Whether it was the best so far.
+        Whether the validation metric was the best so far.
     """
 
     kind: ClassVar[str] = "checkpoint"
@@ -372,15 +377,15 @@ class CheckpointWrite(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedStep(RunEvent):
-    """Describe why a step was skipped. The message about it is in the step's line of metrics, or in the last event.
+    """Describe why a step was skipped. The message is in the metrics of the step, or in :class:`SessionEnd`.
 
     Attributes
     ----------
     found : list of dict
         For each grain with a value that was not finite: ``rank``, ``tensor``, and the range ``start`` to ``stop`` of
-        its samples in the global batch.
+        the grain's samples in the global batch.
     loss_scale, next_loss_scale : float
-        The loss scale of this step and of the next.
+        The loss scale of this step and of the next step.
     """
 
     kind: ClassVar[str] = "skipped"
@@ -390,7 +395,7 @@ class SkippedStep(RunEvent):
     next_loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the rank or the samples of a value are none."""
+        """Raise ValueError if a value in ``found``, such as a rank, has another type."""
         for one in self.found:
             _check_known(one, _RANGE_FIELDS, "found has")
 
@@ -402,17 +407,17 @@ class SessionEnd(RunEvent):
     Attributes
     ----------
     reason : str
-        "done" if the run has ended, "stopped" if it goes on with a resume, "failed" after an error.
+        "done" if the run is complete, "stopped" if it was asked to stop and can be resumed, "failed" after an error.
     message : str
-        What has stopped it or ended it before its last step, or the error's message.
+        Reason for the stop, or for an end before the last step, or the error message; "" if there is none.
     error : str
-        The error's class; "" without one.
+        Name of the error's class; "" if there was no error.
     loss : float or None
-        Loss of the last step; None without one, and if it was not finite.
+        Loss of the last step; None if there was no step or the loss was not finite.
     parameters_sha256 : str
         SHA-256 of all parameters; "" if they were not hashed.
     seconds : float
-        Seconds of the session.
+        Duration of the session.
     """
 
     kind: ClassVar[str] = "end"
@@ -437,7 +442,7 @@ KINDS: dict[str, type[RunEvent]] = {
 
 
 def _shortened(value: Any) -> str:
-    """Return a value as a short text; whole numbers that have too many digits for one are told as such."""
+    """Format a value in at most 40 characters; describe an integer that has too many digits for ``str``."""
     try:
         return repr(value) if isinstance(value, str) and len(value) < 40 else str(value)[:40]
     except ValueError:
@@ -445,7 +450,7 @@ def _shortened(value: Any) -> str:
 
 
 def _hint(hint: Any) -> Any:
-    """Return the type that is asked of a field in JSON; of numbers in lists the event itself tells which is none."""
+    """Return the type that a field's JSON value must have; the entries of lists are checked in ``__post_init__``."""
     numbers = (list[int], list[float], list[PipelineCell], dict[str, list[int]], dict[str, list[float]])
     return get_origin(hint) if hint in numbers else hint
 
@@ -453,7 +458,7 @@ def _hint(hint: Any) -> Any:
 #: For each event, the types of its fields by name.
 _HINTS = {event: {name: _hint(hint) for name, hint in get_type_hints(event).items()} for event in KINDS.values()}
 Event = TypeVar("Event", bound=RunEvent)
-#: What a reader of a damaged file can do.
+#: Advice to users in error messages about damaged files.
 _WAY_OUT = "take the line out of a copy of the run's folder to read the rest"
 
 
@@ -474,22 +479,22 @@ class SessionRecords:
 
     @property
     def start(self) -> SessionStart | None:
-        """The description of the training; None if it is missing."""
+        """The session's :class:`SessionStart`; None if it is missing."""
         return next(iter(self._all(SessionStart)), None)
 
     @property
     def memory(self) -> MemoryCount | None:
-        """The counted memory; None if the session had no step."""
+        """The session's :class:`MemoryCount`; None if the session had no step."""
         return next(iter(self._all(MemoryCount)), None)
 
     @property
     def phases(self) -> tuple[PhaseSeconds, ...]:
-        """The measured steps, in order."""
+        """The durations of phases of the traced steps, in order."""
         return self._all(PhaseSeconds)
 
     @property
     def timetables(self) -> tuple[PipelineTimetable, ...]:
-        """The timetables of the measured steps; empty without a pipeline."""
+        """The pipeline timetables of the traced steps; empty without a pipeline."""
         return self._all(PipelineTimetable)
 
     @property
@@ -504,7 +509,7 @@ class SessionRecords:
 
     @property
     def end(self) -> SessionEnd | None:
-        """The end; None while the run trains, and if it was killed."""
+        """The session's :class:`SessionEnd`; None while the run trains, and if it was killed."""
         return next(reversed(self._all(SessionEnd)), None)
 
     def _all(self, kind: type[Event]) -> tuple[Event, ...]:
@@ -513,20 +518,20 @@ class SessionRecords:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Hold what a run has recorded.
+    """Hold the metrics, events and result that a run has recorded in its folder.
 
     Attributes
     ----------
     folder : Path
         The run's folder.
     steps : tuple of dict
-        The lines of the metrics, one a step.
+        The metrics of each step.
     superseded : tuple of dict
-        The lines of steps that were repeated after a resume, as they were the first time.
+        The first metrics of each step that was repeated after a resume.
     sessions : tuple of SessionRecords
-        The events by session; empty for runs of earlier versions, which have none.
+        The events by session; empty if an early version, which recorded no events, has written the run.
     result : dict or None
-        The result of a run that has ended well, else None.
+        The result of the run if it is complete, else None.
     """
 
     folder: Path
@@ -537,13 +542,13 @@ class RunRecords:
 
 
 def read_run(folder: str | Path) -> RunRecords:
-    """Read what the run in ``folder`` has recorded; it may be training meanwhile. Not collective.
+    """Read the metrics, events and result of the run in ``folder``, which may still be training. Not collective.
 
     Raises
     ------
     DataError
-        If there is no such folder, if it is no run's folder, or if a line is damaged; the message names the file and
-        the line. The last line may be truncated.
+        If there is no such folder, if it is not the folder of a run, or if a line is damaged; the message names the
+        file and the line. A truncated last line is ignored.
     """
     root = home_path(folder)
     if not root.is_dir():
@@ -578,12 +583,12 @@ class SessionEvents:
         self._ranks: dict[int, int] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Add the event of a line of JSON; of a later version's kinds nothing is added.
+        """Add the event in a line of JSON; ignore a kind of event that this version does not know.
 
         Raises
         ------
         ValueError
-            If it is damaged: a value is missing or of another form, or its ranks are not those of the session.
+            If a value is missing or of another type, or the number of ranks differs from that of the session.
         """
         if (kind := KINDS.get(str(line.get("kind")))) is None:
             return
@@ -610,10 +615,10 @@ def _sessions(path: Path) -> tuple[SessionRecords, ...]:
 
 
 def _lines(path: Path, *, strict: bool = True) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the values of each line; nothing if there is no such file.
+    """Yield the number and the JSON object of each line of a file; yield nothing if there is no such file.
 
-    A last line without its end is left out, because it may be in the writing. If not ``strict``, damaged lines are
-    left out, too: a resume moves truncated lines to the superseded ones.
+    A last line without a newline is left out, because it may be incomplete. If ``strict`` is false, damaged lines are
+    left out, too: a resume moves truncated lines to the file of superseded metrics.
     """
     try:
         lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
@@ -636,14 +641,14 @@ LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0
 
 
 class Progress:
-    """Show the progress of training steps on one output stream.
+    """Show the progress of training steps on an output stream, as a bar or as lines.
 
     Parameters
     ----------
     steps : int
-        Number of the last step.
+        Number of steps of the whole run.
     active : bool
-        Whether to show anything; true on rank 0 only.
+        Whether to write anything; true on rank 0 only.
     stream : TextIO, optional
         The output stream. Default: standard error, because standard output is for the result.
     """
@@ -654,14 +659,14 @@ class Progress:
         self._bar: Any = None
 
     def begin(self, done: int = 0) -> None:
-        """Start the bar if the stream is a terminal; ``done`` is the number of steps that an earlier run has made."""
+        """Start the bar if the stream is a terminal; ``done`` is the number of steps done before a resume."""
         if self._active and self._stream.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=self._steps, initial=done, file=self._stream, unit="step", dynamic_ncols=True)
 
     def step(self, step: int, metrics: dict[str, str]) -> None:
-        """Show that step ``step`` is done, with its ``metrics``: texts by name."""
+        """Show that step ``step`` is done; ``metrics`` maps names to formatted values."""
         if not self._active:
             return
         if self._bar is not None:
@@ -679,7 +684,7 @@ class Progress:
             self._write(f"mpizero: {printable(message)}")
 
     def close(self) -> None:
-        """End the bar, which stays visible."""
+        """Finish the progress bar, and leave it visible."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -697,12 +702,12 @@ class Progress:
 
 
 def byte_progress(total: int, label: str, stream: TextIO | None = None) -> Any:
-    """Return a progress bar that counts bytes if ``stream`` is a terminal, else shows nothing: a tqdm.
+    """Return a tqdm progress bar that counts bytes; it shows nothing if ``stream`` is not a terminal.
 
     Parameters
     ----------
     total : int
-        Number of bytes at the end.
+        Total number of bytes.
     label : str
         Text before the bar.
     stream : TextIO, optional
