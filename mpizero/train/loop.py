@@ -1,11 +1,11 @@
 """Train one run: batches, steps, metrics, validation, checkpoints, and early stops that lose no step.
 
-:func:`run_session` runs one session of a training, from its first or resumed step to its last, or until it is asked to
-stop; :class:`TrainingLoop` has the loop. It is helped by :class:`NumberWatch`, which keeps the samples of skipped steps
-for a replay, and reports jumps of the loss and a loss that has grown much; by :func:`validate`, which evaluates the
-model on validation samples. Two more classes serve full-batch methods such as L-BFGS. :class:`SameBatch` gives the same
-samples in every step. :class:`MethodWatch` sets the model's parameters to the method's last iterate while callbacks,
-validations and checkpoints read them, and back to those of the next trial before the next step.
+:func:`run_session` runs one session of a training (one start or resume) to the last step, or until the run is asked to
+stop; :class:`TrainingLoop` has the loop. :class:`NumberWatch` saves the samples of skipped steps for a replay, and
+reports jumps and strong growth of the loss. :func:`validate` evaluates the model on validation samples. Two classes are
+for full-batch methods such as L-BFGS: :class:`SameBatch` returns the same samples in every step, and
+:class:`MethodWatch` sets the model's parameters to the method's last iterate while callbacks, validations and
+checkpoints read them, and back to the next trial point before the next step.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ if TYPE_CHECKING:
 
 
 class Preempted(MpizeroError, SystemExit):  # noqa: N818 - it is the outcome of a request, not a mistake
-    """Report that a run was asked to stop, and has saved its state: before its last step, or by a signal as it ended.
+    """Report that a run was asked to stop, and has saved its state.
 
-    It was asked by SIGUSR1, SIGUSR2 or SIGTERM on any rank, by a file ``STOP`` in the run's folder, or the time limit
-    of the job is near. The message names the reason. A program that does not catch it ends with status 75, by which a
-    batch system knows that the job is to be queued again, with or without a launcher: this is a ``SystemExit``, too.
+    The reason, which the message names, is SIGUSR1, SIGUSR2 or SIGTERM on any rank, a file ``STOP`` in the run's
+    folder, or the coming end of the job's time limit. The run has stopped before its last step, or is complete and got
+    the signal at its end. A program that does not catch this exception ends with status 75, by which a batch script
+    can see that the job has to be queued again. That works with and without a launcher, because the exception is also
+    a ``SystemExit``.
 
     Examples
     --------
@@ -95,15 +97,15 @@ def run_session(
     Parameters
     ----------
     setup : RunSetup
-        The run.
+        Model, data and settings of the run.
     context : JobContext
-        The signals to catch, the start time of the job, and its environment.
+        The signals to catch, the start time of the job, and its environment variables.
     resume : bool
         Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
     resume_from : int, optional
         Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
     attach : callable
-        Takes the loop before it starts, and returns the object with which callbacks are called.
+        Called with the :class:`TrainingLoop` before it starts; returns the ``trainer`` that callbacks get.
 
     Raises
     ------
@@ -134,7 +136,7 @@ def run_session(
 
 
 def _check_best(setup: RunSetup) -> None:
-    """Raise an error if ``best`` or ``patience`` has no validation to go by, or no validation has the metric."""
+    """Raise SettingError if ``best`` or ``patience`` is set without validation samples, or ``best`` is no metric."""
     best = setup.checkpoints.best
     for key, value in (("checkpoint.best", best), ("train.patience", setup.loop.patience)):
         if value is not None and not (setup.validation is not None and len(setup.validation)):
@@ -148,7 +150,7 @@ def _check_best(setup: RunSetup) -> None:
 def open_folder(folder: RunFolder, progress: Progress, how_to_resume: str, *, resume: bool) -> None:
     """Open the run's folder; if the run is not resumed, move the files of an earlier run into a folder below it.
 
-    Not collective. ``how_to_resume`` is how the user would have resumed the earlier run.
+    Not collective. ``how_to_resume`` is, for the message to the user, the option or call that resumes a run.
     """
     folder.open()
     earlier = None if resume else folder.set_aside()
@@ -164,28 +166,28 @@ class TrainingLoop:
     Parameters
     ----------
     setup : RunSetup
-        The run.
+        Model, data and settings of the run.
     folder : RunFolder
         Folder of the run, open on rank 0.
     stop : StopRequests
-        Requests to stop. Its communicator is used for the messages of this loop, too.
+        Requests to stop. The loop sends its own messages by the communicator of ``stop``, too.
     clock : WallTime
         Records how long steps and saves take.
     progress : Progress
-        Where progress and messages are shown.
+        Shows the progress and messages.
     recorder : RunRecorder
         Records the events of the run.
 
     Attributes
     ----------
     host : Trainer
-        What callbacks are called with.
+        First argument of all methods of callbacks.
     step : int
         Number of steps done.
     running : bool
-        Whether :meth:`run` runs now.
+        Whether :meth:`run` is being executed.
     metrics : dict
-        The line of metrics of the last step; bytes and memory are those of this rank.
+        The metrics of the last step; bytes sent and memory are those of this rank.
     """
 
     def __init__(
@@ -251,12 +253,12 @@ class TrainingLoop:
         return self._result()
 
     def _advance(self, stream: Any) -> StopDecision:
-        """Train one step, with all that follows it; return what the ranks decided meanwhile."""
+        """Train one step, call callbacks, validate and save as due; return whether the ranks stop after it."""
         model = self.setup.model
         inject("train.step")
         started = time.perf_counter()
         batch = next(stream, None)
-        if batch is None:  # on all ranks
+        if batch is None:  # an OnlineSource has no more samples: None on all ranks
             self.callbacks.reason = "the producers have ended"
             return StopDecision.GO_ON
         read = time.perf_counter()
@@ -277,18 +279,18 @@ class TrainingLoop:
         if self.stop.all_finished:
             self.saver.finish()
         if self._checkpoint_due(decision):
-            self.saver.finish()  # whose callbacks may end the run: then the save below is the last one
+            self.saver.finish()  # first, because on_checkpoint may end the run: then the save below is the last one
             self._save(wait=decision is StopDecision.STOP or self._complete)
         return decision
 
     @property
     def _complete(self) -> bool:
-        """True if the run has reached its end: its last step, or an earlier one by its own decision."""
+        """True if the run is complete: its last step is done, or there is a :attr:`reason` to end earlier."""
         return self.step >= self.setup.loop.steps or bool(self.reason)
 
     @property
     def reason(self) -> str:
-        """The reason for which the run ends before its last step; "" if it does not. The same on every rank."""
+        """Why a full-batch method, ``patience`` or a callback ends the run early, or ""; equal on all ranks."""
         if self.method.reason:
             return self.method.reason
         if self.improvement is not None and self.improvement.exhausted:
@@ -321,7 +323,7 @@ class TrainingLoop:
         self.progress.say(setup.described())
 
     def _take(self, saved: SavedRun) -> None:
-        """Go on from the state of a checkpoint."""
+        """Set the state of this loop to that of a checkpoint, so that the run continues after its step."""
         setup, self.step, self.loss = self.setup, saved.step, saved.state.loss
         if self.step > setup.loop.steps:
             raise rejected(
@@ -344,14 +346,14 @@ class TrainingLoop:
     def _decision(self, saved: SavedRun) -> str:
         """Return the reason for which a callback has ended the run after the step of a checkpoint; "" if none has.
 
-        Collective. A callback of a synchronous save decides when the checkpoint is written already: then the reason is
-        in the file ``run_complete``.
+        Collective. If ``on_checkpoint`` of a callback has ended the run, the checkpoint was already written without the
+        reason, which is then in the file ``run_complete``.
         """
         reason = self.folder.decision(saved.step) if self.control.rank == 0 else ""
         return saved.state.stopped or str(self.control.broadcast_object(reason, tag="decision"))
 
     def _nothing_left(self) -> str:
-        """Return a message about a resumed run that has reached its end already, with the way on."""
+        """Return a message that a resumed run is already complete, and how the user can train further."""
         how_to_continue = "more steps train on"
         if self.method.reason:
             how_to_continue = "another run may start from its parameters"
@@ -419,7 +421,7 @@ class TrainingLoop:
         try:
             self.folder.write_metrics(line)
         except MpizeroError as error:
-            # The other ranks are in the next step already: they learn of it when that one is done.
+            # The other ranks have already begun the next step: they get the request to fail when it is done.
             self._failure = error
             self.stop.fail()
         self.progress.step(self.step, {name.replace("_per_second", "/s"): short(line[name]) for name in displayed})
@@ -451,7 +453,7 @@ class TrainingLoop:
 
     @property
     def stop_message(self) -> str:
-        """The last message of a run that was stopped: the reason, the step, and where its state is saved."""
+        """The message of :class:`Preempted`: the reason for the stop, the step, and where the state is saved."""
         where, how_to_resume = self.folder.checkpoints, self.setup.record.wording.resume
         return f"stopped by {self.stop.reason} after step {self.step}: saved in {where}; go on with {how_to_resume}"
 
@@ -487,17 +489,17 @@ class TrainingLoop:
         return result
 
     def _best(self, best: Improvement) -> dict[str, Any]:
-        """Return the best value so far, its step, and its checkpoint if that is kept."""
+        """Return a dict with the best value so far, its step, and its checkpoint, None if that does not exist."""
         exists = self.saver.best is not None and self.saver.best == best.step
         path = os.path.join(self.folder.checkpoints, BEST) if exists else None
         return {"metric": best.name, "value": best.value, "step": best.step, "checkpoint": path}
 
 
-#: The most bad steps of a run whose samples are kept.
+#: Largest number of skipped steps of a run whose samples are saved.
 MAX_DUMPS = 5
 #: A loss is reported if it is SPIKE_FACTOR times the largest of the last SPIKE_STEPS steps, after SPIKE_LEAST steps.
 SPIKE_FACTOR, SPIKE_STEPS, SPIKE_LEAST = 10.0, 100, 10
-#: A run is told once that its loss has grown to so many times that of its first step, however slowly.
+#: A loss that is so many times that of the first step is reported once, however slowly it has grown.
 GROWTH = 1000.0
 
 
@@ -509,7 +511,7 @@ class LossSpikes:
         self._first, self._grown = 0.0, False
 
     def see(self, loss: float) -> str | None:
-        """Record the loss of a step; return a message if it is far above earlier ones, else None. Not collective."""
+        """Record the loss of a step; return a message if it is far above earlier losses, else None. Not collective."""
         if not math.isfinite(loss):
             return None
         largest = max(self._last) if len(self._last) >= SPIKE_LEAST else math.inf
@@ -529,28 +531,28 @@ class LossSpikes:
         return "; ".join(messages) or None
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON values that a checkpoint keeps."""
+        """Return the recorded losses as a dict of JSON values, which a checkpoint stores."""
         return {"losses": list(self._last), "first": self._first, "grown": self._grown}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take what :meth:`state` of an interrupted run has returned; an older version's has less. Not collective."""
+        """Set the state to a result of :meth:`state`; keys that an older version did not save may be missing."""
         self._last.extend(saved.get("losses", ()))
         self._first, self._grown = float(saved.get("first", 0.0)), bool(saved.get("grown", False))
 
 
 class NumberWatch:
-    """Check loss and gradients of every step of a run.
+    """Report skipped steps and jumps of the loss, save the samples of skipped steps, and raise after too many of them.
 
-    The model's own report of skipped steps is switched off; this object reports them as ``config.bad_steps`` says.
+    This object reports skipped steps as ``config.bad_steps`` says, in place of the model, whose reports it disables.
 
     Parameters
     ----------
     setup : RunSetup
-        The run.
+        Model, data and settings of the run.
     folder : RunFolder
-        Folder of the run, in which the samples of bad steps are kept.
+        Folder of the run, into which the samples of skipped steps are written.
     progress : Progress
-        Where messages are written.
+        Shows the messages.
     """
 
     def __init__(self, setup: RunSetup, folder: RunFolder, progress: Progress) -> None:
@@ -561,20 +563,20 @@ class NumberWatch:
         setup.model._skipped = SkippedSteps(BadSteps(limit=None, warn=False))
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON values that a checkpoint keeps: the losses before, and the skipped steps in a row."""
+        """Return JSON values for a checkpoint: the last losses, and the number of skipped steps in a row."""
         return self.spikes.state() | {"skipped": self._skipped.in_a_row}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take the values of a checkpoint. Not collective."""
+        """Set the state to a result of :meth:`state` from a checkpoint. Not collective."""
         self.spikes.restore(saved)
         self._skipped.in_a_row = int(saved.get("skipped", 0))
 
     def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
-        """Check a step; return entries for its line of metrics, empty if nothing is unusual.
+        """Check a step; return a dict with the reason if it was skipped, or a message about a jump of the loss.
 
         ``batch`` holds the samples of this rank. If the step was skipped, they are written to the run's folder, and the
-        call is collective over the run's ranks; samples are not kept if only the loss scale was too high, or if every
-        step has all of them.
+        call is collective over the run's ranks. Samples are not written if only the loss scale was too high, or if the
+        run trains by a full-batch method, whose steps all have the same samples.
 
         Raises
         ------
@@ -600,9 +602,9 @@ class NumberWatch:
         return {"loss_spike": message}
 
     def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
-        """Write the samples of a skipped step into the run's folder; return a message about it.
+        """Write the samples of a skipped step into the run's folder; return a message for the user.
 
-        Collective over the run's ranks. If they cannot be written, the message says so, and the run continues.
+        Collective over the run's ranks. If the samples cannot be written, the message says so, and the run continues.
         """
         setup, home = self.setup, self.folder.bad_steps
         full = len(list(home.glob("step_*"))) >= MAX_DUMPS if setup.comm.rank == 0 else False
@@ -620,7 +622,7 @@ class NumberWatch:
         return f"see: mpizero.sharding.replay_bad_step({str(path)!r}, model)"
 
     def _indices(self, step: int) -> Any:
-        """Return the positions in the training data of the samples that this rank was given in a step."""
+        """Return the indices in the training data of the samples that this rank has got in a step."""
         model, loop, source = self.setup.model, self.setup.loop, self.setup.source
         group = model.batch_group
         local = Grains(loop.global_batch, model.grain_size(loop.global_batch)).samples_of(group.rank, group.size)
@@ -629,10 +631,10 @@ class NumberWatch:
 
 
 def validation_metrics(evaluation: Evaluation, task: str) -> dict[str, Any]:
-    """Return the mean loss and, by task, perplexity or accuracy, with their names in the step's JSON line.
+    """Return a dict of the mean loss and, depending on ``task``, of perplexity or accuracy.
 
     Not collective. ``evaluation`` has the sums over the validation samples of all ranks; ``task`` is "language",
-    "classification", "regression", or "" if it is unknown.
+    "classification", "regression", or "" if the model does not declare one.
     """
     metrics: dict[str, Any] = {"validation_loss": finite(evaluation.loss)}
     if task == "language":
@@ -645,7 +647,7 @@ def validation_metrics(evaluation: Evaluation, task: str) -> dict[str, Any]:
 def validate(setup: RunSetup) -> dict[str, Any]:
     """Evaluate the model on ``validate_samples`` validation samples, evenly spaced among all; return all metrics.
 
-    With ``validate_ema`` all are computed with the average of the parameters, the user's own, too.
+    With ``validate_ema`` all metrics, including the user's own, are computed with the moving average of parameters.
 
     Collective over the run's ranks.
     """
@@ -670,7 +672,10 @@ def validate(setup: RunSetup) -> dict[str, Any]:
 
 @contextmanager
 def _averaged(model: Any, *, use: bool) -> Iterator[None]:
-    """Let functions of the user, which agree on their errors, see the average in place of the parameters."""
+    """Replace the model's parameters by their moving average in a ``with`` block if ``use`` is true. Collective.
+
+    Errors in the block must be raised on all ranks together, as :class:`UserMetrics` does.
+    """
     with model._engine.with_average(use=use, agreed=True):
         try:
             if use:
@@ -682,12 +687,12 @@ def _averaged(model: Any, *, use: bool) -> Iterator[None]:
 
 
 class SameBatch:
-    """Give this rank's part of all samples, which is read once and is the same in every step.
+    """Iterate over the batches of a full-batch method: return this rank's samples, read once, in every step.
 
-    The first step is collective over the ranks of ``model``.
+    The first call of ``next`` is collective over the ranks of ``model``.
     """
 
-    #: What random numbers of a pass over the samples are keyed by.
+    #: Number of the epoch, from which random numbers are computed: the same in every step.
     epoch = 0
 
     def __init__(self, source: Source, model: Any) -> None:
@@ -701,15 +706,15 @@ class SameBatch:
 
 
 class MethodWatch:
-    """Observe the full-batch method that trains a model. With any other optimizer, methods do nothing.
+    """Report the progress of a full-batch method such as L-BFGS, and switch between its last iterate and next trial.
 
-    Between steps the parameters are those of the next trial, but callbacks, validations and checkpoints get those of
-    the last iterate.
+    Between steps the model's parameters are the next trial point of the line search, but callbacks, validations and
+    checkpoints must see the last iterate. With any other optimizer all methods do nothing.
 
     Parameters
     ----------
     model : Model
-        The model.
+        The model that the method trains.
     """
 
     def __init__(self, model: Any) -> None:
@@ -718,26 +723,26 @@ class MethodWatch:
 
     @property
     def progress(self) -> MethodProgress | None:
-        """The progress of the method; None if there is no such method. Not collective."""
+        """The progress of the full-batch method; None with any other optimizer. Not collective."""
         updater = self._model._engine.updater
         return None if updater is None or updater.method is None else updater.method.progress
 
     @property
     def loss(self) -> float | None:
-        """The loss of the last iterate; None if there is none yet. Not collective."""
+        """The loss of the last iterate; None before the first iterate. Not collective."""
         progress = self.progress
         return None if progress is None or progress.stage == "first" else finite(progress.loss)
 
     @property
     def reason(self) -> str:
-        """Why the method wants no further step; "" if it does want one. Not collective."""
+        """Why the full-batch method has ended, such as "converged: ..."; "" if it has not. Not collective."""
         progress = self.progress
         if progress is None or progress.stage != "done":
             return ""
         return f"converged: {progress.message}" if progress.converged else progress.message
 
     def metrics(self) -> dict[str, Any]:
-        """Return what a line of metrics has about the method. Not collective."""
+        """Return iteration, loss and largest gradient of the last iterate for a line of metrics. Not collective."""
         progress = self.progress
         if progress is None:
             return {}
@@ -745,7 +750,7 @@ class MethodWatch:
         return {"iteration": progress.iterations, "iterate_loss": self.loss, "largest_gradient": largest}
 
     def result(self) -> dict[str, Any] | None:
-        """Return what the result of a run has about the method; None without one. Not collective."""
+        """Return :attr:`TrainingResult.method`, the outcome of the method; None with any other optimizer."""
         progress = self.progress
         if progress is None:
             return None
@@ -753,7 +758,7 @@ class MethodWatch:
         return {**values, "largest_gradient": self.metrics()["largest_gradient"]}
 
     def summary(self) -> str:
-        """Return a message about the end of the run; "" without such a method. Not collective."""
+        """Return a message about the end of the method for the user; "" with any other optimizer. Not collective."""
         progress = self.progress
         if progress is None:
             return ""
@@ -764,26 +769,26 @@ class MethodWatch:
         return f"{self.reason or 'not converged'} ({state} {counts})"
 
     def begin(self) -> None:
-        """Set the parameters to those of the next trial, before the first step of this call. Collective."""
+        """Set the parameters to the next trial point, before the first step of a session. Collective."""
         self._iterate_version = None
         if self.progress is not None:
             self._model._engine.place(iterate=False)
             self._model._cache = None
 
     def show_iterate(self) -> None:
-        """Set the parameters to the last iterate, until :meth:`go_on`. Collective."""
+        """Set the parameters to the last iterate, until :meth:`go_on` is called. Collective."""
         if self.progress is not None and self._iterate_version is None:
             self._model._engine.place(iterate=True)
             self._model._cache = None
             self._iterate_version = self._model._engine.store.version
 
     def go_on(self) -> None:
-        """Set the parameters to those of the next trial again, if the iterate was shown. Collective.
+        """Set the parameters to the next trial point again, if :meth:`show_iterate` was called. Collective.
 
         Raises
         ------
         StateError
-            If the parameters were changed meanwhile.
+            If a callback has changed the parameters since :meth:`show_iterate`.
         """
         if self._iterate_version is None:
             return

@@ -1,7 +1,8 @@
-"""Find out facts about this machine and this process: processor, libraries, shared memory, GPUs, memory in use.
+"""Query facts about this machine and this process: processor, libraries, shared memory, GPUs, memory in use.
 
-``mpizero doctor``, ``mpizero bench`` and the benchmark scripts show them, and a run records where it trains. What is
-measured of a process is its size, its peak, and its part of the memory that it shares with others.
+``mpizero doctor``, ``mpizero bench`` and the benchmark scripts print these facts, and a run records them. The memory of
+a process is measured as resident size, peak of the resident size, and proportional set size, which divides the size of
+shared memory by the number of processes that map it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def host() -> str:
-    """Return this node's name.
+    """Return this node's host name.
 
     Not collective.
     """
@@ -46,7 +47,7 @@ def host() -> str:
 
 
 def cores() -> list[int]:
-    """Return the numbers of the cores on which this process may run.
+    """Return the numbers of the CPU cores on which this process may run.
 
     Not collective.
     """
@@ -69,7 +70,7 @@ def processor() -> str:
 
 
 def described() -> str:
-    """Return the processor's name, this process's number of cores and the MPI that it has loaded, in one line.
+    """Return the processor's name, this process's number of cores and the loaded MPI library as one line of text.
 
     Not collective.
     """
@@ -78,9 +79,9 @@ def described() -> str:
 
 
 def blas() -> str:
-    """Name the BLAS that NumPy has loaded, with the processor core that it is optimized for.
+    """Return the name of the BLAS that NumPy has loaded, with the processor core that it is optimized for.
 
-    If the products of layers are computed by something else, name that too. Not collective.
+    If another library computes the matrix products of layers, its name is added. Not collective.
 
     Raises
     ------
@@ -139,7 +140,7 @@ _WINDOW = 1 << 16
 
 
 def try_shared_memory(comm: Communicator) -> str:
-    """Write a part of a shared window on every rank, and read all parts; return the problem, "" if there is none.
+    """Write a part of a shared window on every rank, and read all parts; return an error message, or "".
 
     Collective over ``comm``.
     """
@@ -159,7 +160,7 @@ def try_shared_memory(comm: Communicator) -> str:
 
 
 def shared_space() -> tuple[int, int] | None:
-    """Return the free and the total size of shared memory in bytes; None if the system does not report them.
+    """Return the free and the total bytes of the file system for shared memory; None if they are unknown.
 
     Not collective.
     """
@@ -171,9 +172,9 @@ def shared_space() -> tuple[int, int] | None:
 
 
 def try_kernel() -> tuple[str, CacheFolder | None, float]:
-    """Compile and run one kernel; return the problem, the folder of compiled kernels, and the seconds it took.
+    """Compile and run one kernel; return an error message, the folder of compiled kernels, and the seconds it took.
 
-    Not collective. The problem is "" if there is none. The folder is None if an exception was raised.
+    Not collective. The message is "" if there is no error. The folder is None if an exception was raised.
     """
     from mpizero.kernels import cpu, machine_code
 
@@ -202,7 +203,7 @@ def devices() -> tuple[int, str]:
 
 
 def why_through_host(comm: Communicator, local_rank: int) -> str:
-    """Return why messages between GPUs must go through host memory; "" if they are sent from GPU to GPU.
+    """Return the reason why messages between GPUs are sent through host memory; "" if they are sent directly.
 
     Collective over ``comm``. ``local_rank`` is this rank's number inside its node.
     """
@@ -213,9 +214,9 @@ def why_through_host(comm: Communicator, local_rank: int) -> str:
 
 
 def torch_build() -> tuple[str, str]:
-    """Return the version of the installed PyTorch and that of CUDA for which it is built; "" for what there is not.
+    """Return the version of the installed PyTorch, and that of CUDA for which it is built; "" for one that is missing.
 
-    Not collective; loads neither.
+    Not collective; PyTorch is not imported.
     """
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations if spec else None) or ():
@@ -245,7 +246,7 @@ def gpus() -> tuple[int, list[str]]:
 
 @lru_cache(maxsize=1)
 def library_versions() -> dict[str, str]:
-    """Return the versions of Python, mpizero and the libraries that it uses, by name. Not collective.
+    """Return the versions of Python, of mpizero and of the libraries that mpizero uses, by name. Not collective.
 
     The result is cached, so the caller must not change it.
     """
@@ -263,7 +264,7 @@ def library_versions() -> dict[str, str]:
 
 
 def machine(threads: int, device: str, job: str) -> dict[str, Any]:
-    """Return this process's processor and its number of cores, beside what is given. Not collective."""
+    """Return a dict of the processor's name, this process's number of cores, and the arguments. Not collective."""
     return {"processor": processor(), "cores": len(cores()), "threads": threads, "device": device, "job": job}
 
 
@@ -296,7 +297,7 @@ def peak_growth() -> Iterator[list[int]]:
     """Measure the largest growth of the resident size during a ``with`` block; yield a list with one number.
 
     After the block the number is that growth in bytes. Not collective. If the kernel does not let a process reset its
-    peak (``/proc/self/clear_refs``), the peak since the process started is taken in place of the block's.
+    peak (``/proc/self/clear_refs``), the peak since the start of the process is used instead.
     """
     grown = [0]
     with suppress(OSError):
@@ -314,7 +315,7 @@ def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
     """Measure the largest growth of :func:`proportional` during a ``with`` block; yield a list with one number.
 
     After the block the number is that growth in bytes. Not collective. The kernel records no peak of the proportional
-    set size, so a thread reads it every ``every`` seconds.
+    set size, so a thread reads the size every ``every`` seconds.
     """
     grown, done = [0], threading.Event()
     before = proportional()

@@ -1,8 +1,8 @@
-"""Record the events of a run in its folder: what trains where, memory, where time goes, checkpoints, the end.
+"""Record the events of a run in its folder: start of a session, memory, durations of phases, checkpoints, the end.
 
-:class:`RunRecorder` writes them. For the time it traces single steps of the running training (:class:`StepTracer`), and
-tells where every rank's time went. Beside what is measured it records what was planned (:class:`SessionPlan`): the
-memory of each rank, and the timetable of its pipeline.
+:class:`RunRecorder` writes the events. For the durations it traces single steps of the running training
+(:class:`StepTracer`). Beside the measured memory of each rank and the measured timetable of the pipeline it records the
+planned ones (:class:`SessionPlan`).
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ if TYPE_CHECKING:
     from mpizero.tools.plan.plan import TrainingPlan
 
 
-#: The step of a session that is traced first: by then kernels are compiled, and memory has been touched.
+#: Number, within a session, of the first traced step: by then kernels are compiled, and memory has been touched.
 FIRST_TRACED = 4
-#: Of so many steps at most one is traced, and of a run at most about so many.
+#: Least distance of two traced steps, and approximate largest number of traced steps of a run.
 APART, MOST_TRACED = 100, 20
 
 
 class RunRecorder:
-    """Record the events of one session of a run. Rank 0 writes them.
+    """Record the events of one session (one start or resume) of a run; rank 0 writes them.
 
-    Methods are collective over the run's ranks unless they say otherwise. If an event cannot be written, they raise on
-    every rank.
+    Methods are collective over the run's ranks unless they say otherwise. If an event cannot be written, they raise
+    RunFolderError on rank 0, and RemoteError on the other ranks.
 
     Parameters
     ----------
     setup : RunSetup
-        The run.
+        Model, data and settings of the run.
     folder : RunFolder
         Folder of the run, open on rank 0.
     comm : Communicator
         The ranks of the job; used between steps only.
     environment : mapping
-        Environment variables, of which Slurm's number of the job is recorded.
+        Environment variables, of which ``SLURM_JOB_ID`` is recorded.
     """
 
     def __init__(self, setup: RunSetup, folder: RunFolder, comm: Communicator, environment: Mapping[str, str]) -> None:
@@ -86,7 +86,7 @@ class RunRecorder:
     def begin(self, step: int, superseded: int) -> None:
         """Record the start of a session after ``step`` steps.
 
-        ``superseded`` is the number of lines of metrics that this start has moved aside; only rank 0's counts.
+        ``superseded`` is the number of steps that this session repeats; only its value on rank 0 is used.
         """
         setup, comm, engine = self._setup, self._comm, self._setup.model._engine
         self._first = step
@@ -129,23 +129,24 @@ class RunRecorder:
         self._plan, self._tracer = plan, StepTracer(engine, comm)
 
     def traces(self, step: int) -> bool:
-        """Return whether the step of this number is traced; the same on every rank. Not collective."""
+        """Return whether the step with the number ``step`` is traced; equal on all ranks. Not collective."""
         done = step - self._first - FIRST_TRACED
         return done >= 0 and done % self._apart == 0
 
     def tracing(self, step: int) -> AbstractContextManager[None]:
-        """Return a context manager for the training step of this number, which traces it or does nothing.
+        """Return a context manager that traces the training step with the number ``step`` if :meth:`traces` is true.
 
-        Not collective by itself.
+        Not collective; the training step inside of it is.
         """
         if not self.traces(step) or self._tracer is None:
             return nullcontext()
         return self._tracer.step()
 
     def stepped(self, step: int, report: StepReport, reading: float) -> None:
-        """Record what there is about a step that is done; ``reading`` are the seconds in which its samples were read.
+        """Record, after a step, whether it was skipped, memory after the first step, and durations of a traced step.
 
-        Nothing is sent if there is nothing to record.
+        ``reading`` is the number of seconds in which the samples of the step were read. Most steps have no event; then
+        no message is sent.
         """
         if report.skipped is not None:
             non_finite = [
@@ -160,7 +161,7 @@ class RunRecorder:
             self._record_phases(step, reading)
 
     def saved(self, saved: SavedCheckpoint) -> None:
-        """Record a checkpoint that is complete."""
+        """Record the checkpoint ``saved``, which is complete."""
         with all_ranks(self._comm):
             if self._comm.rank == 0:
                 path, seconds = Path(saved.path), round(saved.seconds, 6)
@@ -180,12 +181,12 @@ class RunRecorder:
         )
 
     def stopped(self, step: int, loss: float | None, reason: str) -> None:
-        """Record on rank 0, if that is possible, that the run was asked to stop after ``step``. Not collective."""
+        """Record on rank 0 that the run was asked to stop after ``step``; ignore errors of writing. Not collective."""
         with suppress(RunFolderError):  # the state is saved: a full disk must not make a failure of it
             self._end(SessionEnd(step=step, reason="stopped", message=reason, loss=finite(loss)))
 
     def failed(self, step: int, loss: float | None, error: BaseException) -> None:
-        """Record on rank 0, if that is possible, that an error has ended the session. Not collective."""
+        """Record on rank 0 that ``error`` has ended the session; ignore errors of writing. Not collective."""
         message, kind = str(error), type(error).__name__
         with suppress(Exception):  # the job ends with the error itself
             self._end(SessionEnd(step=step, reason="failed", message=message, error=kind, loss=finite(loss)))
@@ -240,7 +241,7 @@ class RunRecorder:
         )
 
     def _record_phases(self, step: int, reading: float) -> None:
-        """Record where the time of a traced step went, and the timetable of a pipeline."""
+        """Record the durations of the phases of a traced step, and the timetable of a pipeline."""
         assert self._tracer is not None
         ranks, waits = self._tracer.collect(), self._comm.allgather_object(reading, "record")
         with all_ranks(self._comm):
@@ -281,22 +282,22 @@ def _short(seconds: float) -> float:
 
 
 def _by_rank(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return, for each name, the values of all ranks; 0 on ranks that have none."""
+    """Convert one dict for each rank to a dict of lists by rank; a name that a rank does not have is 0 there."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: [rank.get(name, 0) for rank in ranks] for name in names}
 
 
 class TracedStep(NamedTuple):
-    """Hold where the time of a step went on one rank; times are in seconds of rank 0's clock.
+    """Hold the durations of the phases of a step on one rank; times are in seconds of rank 0's clock.
 
     Attributes
     ----------
     start, stop : float
-        When the step began and ended.
+        Times at which the step began and ended.
     phases : dict of str to float
-        Seconds by phase, which add up to those of the step.
+        Duration of each phase; the sum of all is the duration of the step.
     cells : list of PipelineCell
-        The instructions of the rank's pipeline stage; empty without a pipeline.
+        The instructions that the rank's pipeline stage has executed; empty without a pipeline.
     """
 
     start: float
@@ -306,7 +307,7 @@ class TracedStep(NamedTuple):
 
 
 class StepTracer:
-    """Trace steps of a model. Construction is collective over its ranks, and messages are sent through ``comm``."""
+    """Trace training steps of a model. Construction is collective over its ranks; messages are sent by ``comm``."""
 
     def __init__(self, engine: Any, comm: Communicator) -> None:
         grid = engine.grid
@@ -316,7 +317,7 @@ class StepTracer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Trace the step of the ``with`` block. Not collective by itself."""
+        """Trace the training step in the ``with`` block. Not collective; the training step is."""
         with traced(self._engine) as timeline:
             start = time.monotonic()
             yield
@@ -324,7 +325,7 @@ class StepTracer:
         self._taken = (start, stop, timeline.take())
 
     def collect(self) -> list[TracedStep]:
-        """Return where the time of the last traced step went on every rank. Collective."""
+        """Return the durations of the phases of the last traced step on every rank. Collective."""
         start, stop, spans = self._taken
         offset = clock_offset(self._comm)
         local_spans = StepSpans(start + offset, stop + offset, spans_of(spans, offset, self._first))
@@ -336,7 +337,7 @@ class StepTracer:
         return list(self._comm.allgather_object(traced, "step tracer"))
 
     def _latest(self, local_spans: StepSpans) -> dict[Call, float]:
-        """Return, for every collective of this rank, the time at which the last rank entered it. Collective."""
+        """Return, for every collective call of this rank, the time at which the last rank entered it. Collective."""
         latest = entered(local_spans)
         groups: dict[tuple[str, int], list[tuple[int, float]]] = {}
         for (name, leader, number), start in latest.items():
@@ -357,7 +358,7 @@ class StepTracer:
 
 
 def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list[PipelineCell]:
-    """Return the instructions of a stage; each begins when it has received what it needs from other stages."""
+    """Return the traced instructions of a stage; each begins when the messages that it needs have arrived."""
     messages = (s for s in spans if s.phase == MESSAGE and s.detail.operation == "irecv")
     received = sorted(s.stop for s in messages if s.detail.communicator == "pipeline")
     cells = []
@@ -370,10 +371,11 @@ def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list
 
 
 class SessionPlan:
-    """Plan the training that a run does: the memory of each rank, and the timetable of its pipeline. Not collective.
+    """Plan the memory of each rank of a run, and the timetable of its pipeline. Not collective.
 
-    No block of the model is run for it: that could take as long as many steps, and user code would run unasked. So the
-    plan has what the library allocates, but no activations; ``mpizero plan`` has those, too.
+    For the plan no block of the model is executed, which could take as long as many steps, and would call user code
+    unexpectedly. So the plan has the memory that the library allocates, but not that of activations, which
+    ``mpizero plan`` has, too.
 
     Parameters
     ----------
@@ -382,11 +384,11 @@ class SessionPlan:
     strategy : str
         Name of the strategy.
     global_batch : int
-        Samples in a step.
+        Number of samples in a step.
     nodes : sequence of int
-        By rank, the number of its node.
+        For each rank, the number of its node.
     source : Source or OnlineSource
-        The samples. One is read where the plan depends on it.
+        The training samples. One sample is read if the plan depends on its shape.
     """
 
     def __init__(self, model: Any, strategy: str, global_batch: int, nodes: Sequence[int], source: Any) -> None:
@@ -422,7 +424,7 @@ class SessionPlan:
         )
 
     def memory(self, rank: int) -> tuple[dict[str, int], dict[str, int], str]:
-        """Return a rank's bytes by part, on the host and on its GPU, and why there is no plan ("" if there is one)."""
+        """Return planned bytes by name on a rank's host and on its GPU, and why there is no plan ("" if there is)."""
         try:
             host, device = self._training.allocated(rank)
         except Exception as error:  # of a model that a plan cannot read: no reason not to train it
@@ -430,9 +432,9 @@ class SessionPlan:
         return {part: size.per_rank for part, size in host.items()}, device, ""
 
     def timetable(self, runner: Any, micro_batches: int) -> tuple[str, list[PipelineCell]]:
-        """Return what the costs of cells are, and the planned cells of a pipeline, as :class:`PipelineTimetable` has.
+        """Return the planned timetable of a pipeline: ``costs`` and ``planned`` of :class:`PipelineTimetable`.
 
-        ``runner`` executes the pipeline, whose first replica has so many ``micro_batches``.
+        ``runner`` executes the pipeline; ``micro_batches`` is the number of micro-batches of the first replica.
         """
         costs, simulation = "operations", None
         with suppress(Exception):  # as above

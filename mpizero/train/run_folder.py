@@ -1,8 +1,8 @@
-"""Keep a run in its folder: metrics, events, marker, lock and checkpoints, and continue it from there.
+"""Manage the folder of a run: metrics, events, result, lock and checkpoints; restore a run from a checkpoint.
 
-:class:`RunFolder` manages the files; those of earlier runs are kept. :class:`RunState` is a run's state other than
-arrays, and :func:`restore` chooses the checkpoint from which a run continues. :class:`Saver` writes checkpoints, either
-at once or in a thread during the next steps.
+:class:`RunFolder` manages the files, and moves those of an earlier run to a subfolder. :class:`RunState` is a run's
+state other than arrays, and :func:`restore` loads the checkpoint from which a run continues. :class:`Saver` writes
+checkpoints, either synchronously or in a thread during the next steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mpizero.checkpoint import PendingSave
 
 
-#: Key of the marker file with the reason for which a callback has ended the run.
+#: Key, in the file ``run_complete``, of the reason for which a callback has ended the run.
 DECISION = "decision"
 
 
@@ -57,11 +57,11 @@ class RunFolderError(MpizeroError):
 
 
 class RunFolder:
-    """Manage the folder that holds a run.
+    """Manage the files of a run in its folder.
 
     With ``checkpoint.folder = "run/checkpoints"`` the run's folder is ``run``. A checkpoint folder with another name
-    than ``checkpoints`` is itself the run's folder. All methods run on one rank only; callers tell the other ranks of
-    errors.
+    than ``checkpoints`` is itself the run's folder. All methods are called on one rank only; the caller propagates
+    errors to the other ranks.
 
     Parameters
     ----------
@@ -71,16 +71,16 @@ class RunFolder:
     Attributes
     ----------
     checkpoints, root : Path
-        The folder of checkpoints, and that of the run.
+        The folder of checkpoints, and the folder of the run.
     metrics, events : Path
         Files with one line of JSON for each step, and for each event (``train/events.py``).
     superseded : Path
-        File with the metrics of steps that were repeated after a resume, as they were the first time.
+        File with the first metrics of each step that was repeated after a resume.
     marker : Path
-        File that exists once the run has ended successfully; it holds the result as a line of JSON.
+        File that exists if the run is complete; it contains the result as a line of JSON.
     stop_file, stopped : Path
-        File that a user creates to make the run save and stop; the path to which it is renamed when the run has
-        stopped, which :meth:`open` removes.
+        File that a user creates to make the run save and stop; path to which that file is renamed when the run has
+        stopped. :meth:`open` removes the renamed file.
     bad_steps : Path
         Folder with the samples of skipped steps.
     """
@@ -107,12 +107,12 @@ class RunFolder:
     def open(self) -> None:
         """Create the run's folder and the checkpoint folder, check that they are writable, and lock the run's folder.
 
-        The lock keeps other jobs out.
+        While the folder is locked, another job that opens it gets an error.
 
         Raises
         ------
         RunFolderError
-            If that fails. The message names the folder and the reason.
+            If a folder cannot be created, written or locked. The message names the folder and the reason.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -139,9 +139,9 @@ class RunFolder:
                 raise RunFolderError(f"run folder {self.root}: {folder} is another folder than when the run began")
 
     def set_aside(self) -> Path | None:
-        """Move all files of an earlier run into a new folder below ``earlier``.
+        """Move all files of an earlier run into a new subfolder of ``earlier``.
 
-        Return that folder, or None if there are no such files.
+        Return that subfolder, or None if there are no such files.
         """
         steps = [Path(path) for path in step_folders(str(self.checkpoints))]
         if (link := self.checkpoints / BEST).is_symlink():
@@ -150,9 +150,9 @@ class RunFolder:
         return self._move_aside(steps, [path for path in written if path.exists()])
 
     def set_steps_aside(self, steps: Iterable[str]) -> Path | None:
-        """Move the checkpoints at the paths ``steps``, given newest first, into a new folder below ``earlier``.
+        """Move the checkpoints at the paths ``steps``, given newest first, into a new subfolder of ``earlier``.
 
-        Return that folder, or None if ``steps`` is empty.
+        Return that subfolder, or None if ``steps`` is empty.
         """
         moved, link = [Path(path) for path in steps], self.checkpoints / BEST
         if link.is_symlink() and any(path.name == os.readlink(link) for path in moved):
@@ -160,10 +160,10 @@ class RunFolder:
         return self._move_aside(moved, [])
 
     def _move_aside(self, steps: Sequence[Path], files: Sequence[Path]) -> Path | None:
-        """Move checkpoints, given newest first, and files into a new folder below ``earlier``; return that folder.
+        """Move checkpoints, given newest first, and files into a new subfolder of ``earlier``; return that subfolder.
 
-        After an error all are moved back. The oldest checkpoint is moved first, so that the newest is still in place
-        if the process is killed meanwhile.
+        After an error everything is moved back. The oldest checkpoint is moved first, so that the newest is still in
+        the checkpoint folder if the process is killed meanwhile.
         """
         if not steps and not files:
             return None
@@ -197,8 +197,8 @@ class RunFolder:
     def continue_metrics(self, step: int) -> int:
         """Move the metrics of steps after ``step``, which will be repeated, to the file :attr:`superseded`.
 
-        Remove :attr:`marker`, the file that says that the run is complete. Return the number of steps whose lines were
-        moved; a last line that is truncated because the job was killed is moved, too, but not counted.
+        Remove :attr:`marker`, the file that says that the run is complete. Return the number of steps whose metrics
+        were moved; a last line that is truncated because the job was killed is moved, too, but not counted.
         """
         with self._errors_say("its metrics cannot be rewritten"):
             lines = [line.removesuffix(b"\n") for line in self._lines(self.metrics)]
@@ -212,19 +212,19 @@ class RunFolder:
         return sum(_number_in(line, "step", math.inf) < math.inf for line in repeated)
 
     def continue_events(self) -> int:
-        """Return the number of the session that begins: 0 for the start of the run, one more for each resume.
+        """Return the number of the new session: 0 for the start of the run, and one more for each resume.
 
-        A last event that is truncated because the job was killed is removed.
+        Remove a last line of :attr:`events` that is truncated because the job was killed.
         """
         with self._errors_say("its events cannot be continued"):
             lines = self._lines(self.events)
-            if lines and not lines[-1].endswith(b"\n"):  # another file, so that who follows it reads it anew
+            if lines and not lines[-1].endswith(b"\n"):  # a new file, so that a reader that follows it starts again
                 write_atomic(self.events, b"".join(lines[:-1]))
         return 1 + max((_number_in(line, "visit", -1) for line in lines), default=-1)
 
     @staticmethod
     def _lines(path: Path) -> list[bytes]:
-        """Return the lines of a file as bytes, without parsing them; none if there is no such file."""
+        """Return the lines of a file as bytes, without parsing them; an empty list if there is no such file."""
         if not path.exists():
             return []
         with os.fdopen(open_regular(os.path.realpath(path)), "rb") as file:
@@ -235,7 +235,7 @@ class RunFolder:
         self._append(METRICS, line, "metrics cannot be written")
 
     def write_event(self, event: Mapping[str, Any]) -> None:
-        """Append ``event`` to the file of events, as one line of JSON."""
+        """Append ``event`` to the events file, as one line of JSON."""
         self._append(EVENTS, event, "events cannot be written")
 
     def _append(self, name: str, line: Mapping[str, Any], problem: str) -> None:
@@ -246,13 +246,13 @@ class RunFolder:
             _write(file, json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def complete(self, result: Mapping[str, Any]) -> None:
-        """Write the result into the marker file, whose existence says that the run has ended successfully."""
+        """Write the result to :attr:`marker`, the file that says that the run is complete."""
         with self._errors_say("the marker cannot be written"):
             write_atomic(self.marker, json.dumps(result, allow_nan=False).encode() + b"\n")
         self.obey_stop()
 
     def decision(self, step: int) -> str:
-        """Return the reason in :attr:`marker` for which a callback has ended the run after ``step``, or ""."""
+        """Return the reason, stored in :attr:`marker`, for which a callback has ended the run after ``step``, or ""."""
         try:
             result = json.loads(self.marker.read_bytes())
             return str(result[DECISION]) if result["steps"] == step else ""
@@ -260,7 +260,7 @@ class RunFolder:
             return ""
 
     def close(self) -> None:
-        """Close the files, and release the lock, also where closing fails."""
+        """Close the files, and release the lock even if closing a file fails."""
         with ExitStack() as closing:
             for file in (self._lock, *self._appended.values()):
                 if file is not None:
@@ -283,7 +283,7 @@ class RunFolder:
 
     @contextmanager
     def _errors_say(self, problem: str) -> Iterator[None]:
-        """Convert an error about a file in a ``with`` block to a :class:`RunFolderError` that tells the problem."""
+        """Convert an OSError or CheckpointError of a ``with`` block to a :class:`RunFolderError` about ``problem``."""
         try:
             yield
         except OSError as error:
@@ -298,7 +298,7 @@ class RunFolder:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or an empty folder that somebody made in its place; do nothing if there is none."""
+    """Remove the file or empty folder at ``path``; do nothing if there is none."""
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
@@ -306,16 +306,16 @@ def _remove(path: Path) -> None:
 
 
 def _write(file: FileIO, data: bytes) -> None:
-    """Write all of ``data``; raise OSError if that is not possible."""
+    """Write all of ``data``, by several system calls if needed."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
 
 
 def _move(path: Path, target: Path) -> None:
-    """Rename a file, folder or link; a relative link is changed so that it still points to its target.
+    """Rename a file, folder or symbolic link; a relative link is rewritten so that it still points to its target.
 
-    The link to the best checkpoint is not changed: its target is moved with it.
+    The link ``best`` is not rewritten, because its target, the best checkpoint, is moved to the same folder.
     """
     if path.is_symlink() and path.name != BEST and not (meant := path.readlink()).is_absolute():
         target.symlink_to(path.parent / meant)
@@ -325,7 +325,7 @@ def _move(path: Path, target: Path) -> None:
 
 
 def _rights(path: Path, root: Path) -> str:
-    """Return who owns a path that may not be used, or the folder where it was to be made, and what to do."""
+    """Return a text about the owner of a path without permission, or of its nearest existing parent, with advice."""
     there = next((one for one in (path, *path.parents) if os.access(one, os.F_OK)), Path("/"))
     status = there.stat()
     try:
@@ -343,7 +343,7 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _number_in(line: bytes, name: str, default: float) -> Any:
-    """Return the whole number ``name`` in a line of JSON; ``default`` if the line is incomplete or has none."""
+    """Return the integer ``name`` in a line of JSON; ``default`` if the line is incomplete or has no such integer."""
     try:
         value = json.loads(line)[name]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -357,14 +357,14 @@ TRAINING = "training"
 
 @dataclass(frozen=True)
 class RunState:
-    """Hold the state of a run, other than arrays and settings, that changes from step to step.
+    """Hold the part of a run's state that changes from step to step, other than arrays.
 
     Attributes
     ----------
     loss : float or None
         Loss of the last step; None if it was not finite.
     best : dict
-        State of :class:`~mpizero.train.setup.Improvement`; empty if there is none.
+        State of :class:`~mpizero.train.setup.Improvement`; empty if no metric is followed.
     numbers : dict
         State of :class:`~mpizero.train.loop.NumberWatch`.
     callbacks : dict
@@ -372,7 +372,7 @@ class RunState:
     stopped : str
         The reason for which a callback has ended the run at this step; "" if none has.
     overrides : list of dict
-        Settings that were changed when the run was resumed: "step", "key", "was", "now".
+        Settings that were changed when the run was resumed, each as a dict with "step", "key", "was" and "now".
     """
 
     loss: float | None = None
@@ -385,14 +385,14 @@ class RunState:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Hold the state of a training run that a checkpoint has besides the arrays.
+    """Hold the state of a training run that a checkpoint stores beside the arrays.
 
     Attributes
     ----------
     step : int
         Number of steps done. Multiplied by the global batch size, it is the number of samples consumed.
     state : RunState
-        What changes from step to step.
+        The part of the state that changes from step to step.
     config : dict
         The whole configuration of the run.
     data : str
@@ -400,9 +400,9 @@ class SavedRun:
     validation : str
         Fingerprint of the validation samples; "" if there were none.
     code : mapping of str to str
-        Hashes of the files of the user's functions that made model and data, by file name.
+        SHA-256 of the files of the user's functions that made model and data, by file name.
     contents : mapping
-        What identifies the contents of the data; empty in checkpoints of older versions.
+        Result of :func:`~mpizero.train.data_identity.shared_contents`; empty in checkpoints of older versions.
     """
 
     step: int
@@ -415,9 +415,9 @@ class SavedRun:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], path: str | Path) -> SavedRun:
-        """Read and check the state in a checkpoint's attributes, which are the result of :func:`saved_attributes`.
+        """Read and check the state in the attributes of a checkpoint, which :func:`saved_attributes` has made.
 
-        Not collective. ``path`` is for error messages.
+        Not collective. ``path`` is the checkpoint's path for error messages.
 
         Raises
         ------
@@ -442,7 +442,7 @@ class SavedRun:
 def saved_attributes(setup: RunSetup, step: int, state: RunState, versions: Mapping[str, str]) -> dict[str, Any]:
     """Return the checkpoint attributes with the state of the run after ``step`` steps.
 
-    Not collective. ``versions`` are those of Python and the libraries, by name.
+    Not collective. ``versions`` are the versions of Python and of libraries, by name.
     """
     loop, record = setup.loop, setup.record
     attributes = {
@@ -465,10 +465,10 @@ def restore(
 ) -> tuple[SavedRun | None, list[StepFolder]]:
     """Restore the newest undamaged checkpoint of a run, or the checkpoint of ``step``.
 
-    Return the run's state in it, and the checkpoints of later steps, newest first, which the caller moves to another
-    folder; None if the folder holds no checkpoint. Collective over ``comm``. No file is changed. Without ``step``,
-    damaged newer checkpoints are skipped. A newer checkpoint that cannot be opened for another reason is an error,
-    because it may be undamaged.
+    Return the restored state, or None if the folder has no checkpoint, and a list of the checkpoints of later steps,
+    newest first, which the caller moves to another folder. Collective over ``comm``. No file is changed. Without
+    ``step``, damaged newer checkpoints are skipped. A newer checkpoint that cannot be opened for another reason is an
+    error, because it may be undamaged.
 
     Raises
     ------
@@ -500,10 +500,10 @@ def restore(
 
 
 def tiles_of_checkpoint(checkpoints: Path, comm: Communicator, step: int | None = None) -> dict[str, int] | None:
-    """Return the number of tiles of each axis that the training has which wrote a run's checkpoint.
+    """Return the number of tiles by axis that is recorded in a run's newest undamaged checkpoint, or that of ``step``.
 
-    Collective over ``comm``; only rank 0 reads. It is the newest undamaged checkpoint, or that of ``step``. None is
-    returned if there is none, or it does not say: :func:`restore` then raises the error.
+    Collective over ``comm``; only rank 0 reads. None is returned if there is no such checkpoint, or if it does not
+    record the number; if that is an error, :func:`restore` raises it later.
     """
 
     def look() -> dict[str, int] | None:
@@ -517,7 +517,7 @@ def tiles_of_checkpoint(checkpoints: Path, comm: Communicator, step: int | None 
 
 
 def _changed_code(setup: RunSetup, saved: SavedRun) -> str:
-    """Return a text that names the user's files that have changed since the checkpoint was saved; "" if none has."""
+    """Return a message that names the user's files that have changed since the checkpoint was saved, or ""."""
     code = setup.record.code
     changed = [name for name, digest in sorted(code.items()) if saved.code.get(name, digest) != digest]
     if not changed:
@@ -527,9 +527,9 @@ def _changed_code(setup: RunSetup, saved: SavedRun) -> str:
 
 
 def _try(setup: RunSetup, folder: StepFolder, comm: Communicator) -> tuple[StepFolder, SavedRun | None]:
-    """Try to load a checkpoint; return its description and the run's state in it.
+    """Try to load a checkpoint; return its :class:`StepFolder` and the run's state in it.
 
-    If loading fails, the description has the problem, and the state is None.
+    If loading fails, ``problem`` of the StepFolder is the error message, and the state is None.
     """
     if not folder.valid:
         return folder, None
@@ -576,7 +576,7 @@ def _refusal(
 
 
 def _overrides(setup: RunSetup, saved: SavedRun, path: str, elsewhere: str) -> list[dict[str, Any]]:
-    """Return the settings that this run changes; raise ``ConfigError`` if it may not change one of them."""
+    """Return the settings that differ from the saved run's; raise ConfigError if one of them must not differ."""
     result, allowed, override = [], setup.record.overridden, setup.record.wording.override
     for key, (was, now) in changes(saved.config, setup.record.settings).items():
         if key not in allowed:
@@ -617,15 +617,15 @@ class SavedCheckpoint(NamedTuple):
     Attributes
     ----------
     step : int
-        Its step.
+        Number of the step after which the checkpoint was saved.
     path : str
-        Its folder.
+        Folder of the checkpoint.
     seconds : float
-        Seconds from its beginning until it was complete.
+        Duration of the save.
     beside : bool
-        Whether a thread wrote it during the next steps.
+        Whether the save was asynchronous: a thread wrote the checkpoint during the next steps.
     best : bool
-        Whether it is the best one so far.
+        Whether the checkpoint is the best so far.
     """
 
     step: int
@@ -636,7 +636,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class Saver:
-    """Write the checkpoints of a run as the section ``[checkpoint]`` of the configuration says, and remove old ones.
+    """Write the checkpoints of a run as the section ``[checkpoint]`` of its configuration says, and remove old ones.
 
     Construction is collective over ``comm``.
 
@@ -656,16 +656,16 @@ class Saver:
     Attributes
     ----------
     step : int
-        The step of the newest save, begun or done; -1 if there is none.
+        The step of the newest save, which may still be in progress; -1 if there is none.
     best : int or None
-        The step of the best checkpoint so far, which the link ``best`` names and no clean-up removes.
+        The step of the best checkpoint so far, to which the link ``best`` points, and which is never removed.
     on_saved : callable or None
-        Called on every rank with each checkpoint that is complete, before old ones are removed.
+        Called on every rank with the :class:`SavedCheckpoint` of a complete save, before old checkpoints are removed.
 
     Raises
     ------
     ConfigError
-        If this installation lacks the back end that the configuration names.
+        If the back end that the configuration names, such as parallel HDF5, is not installed.
     """
 
     def __init__(
@@ -691,18 +691,18 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Tell whether the thread of this rank that saves asynchronously is still writing a checkpoint."""
+        """True if an asynchronous save is in progress: the thread of this rank is still writing a checkpoint."""
         return self._pending is not None and not self._pending.finished
 
     def start(self, step: int, best: int | None) -> None:
-        """Begin after ``step``, from whose checkpoint the run was resumed; 0 if it is new.
+        """Set the state for a run that was resumed from the checkpoint of ``step``, or is new (``step`` is 0).
 
-        Collective over the job's ranks. ``best`` is the step of the best checkpoint so far, or None. If that is no
-        longer there, the link ``best`` is removed until there is a better one.
+        Collective over the job's ranks. ``best`` is the step of the best checkpoint so far, or None. If that checkpoint
+        does not exist any more, the link ``best`` is removed until there is a better one.
         """
         self.step, folder = step or -1, self._folder.checkpoints
         if self._section.best is None:
-            self.best = checkpoint.marked_best(folder)  # of an earlier part of the run
+            self.best = checkpoint.marked_best(folder)  # of an earlier session of the run
             return
         valid = [one.step for one in checkpoint.list_steps(folder, self._comm) if one.valid]
         self.best = best if best in valid else None
@@ -712,8 +712,8 @@ class Saver:
         """Commit a pending save, then save the checkpoint of step ``step``, with the run's ``state``.
 
         If the configuration asks for asynchronous saves and ``wait`` is false, a thread writes the checkpoint.
-        Otherwise the checkpoint is complete on return. With ``best`` it is the best one so far, and the link ``best``
-        points to it as soon as it is complete. Collective over the job's ranks.
+        Otherwise the checkpoint is complete on return. If ``best`` is true, the checkpoint is the best so far, and the
+        link ``best`` points to it as soon as it is complete. Collective over the job's ranks.
         """
         self.finish()
         with all_ranks(self._comm):
@@ -723,7 +723,7 @@ class Saver:
         attributes = saved_attributes(self._setup, step, state, self._versions)
         path = checkpoint.step_folder(self._folder.checkpoints, step)
         self._begun = time.perf_counter()
-        # Whatever stands there has come since the run began: its own of later steps were moved aside.
+        # replace=False: a checkpoint at this path would be of another program; the run's later ones were moved away.
         how: dict[str, Any] = {"attributes": attributes, "alignment": section.alignment, "replace": False}
         if section.asynchronous and not wait:
             self._pending, self._begun_save = model.begin_save(path, **how), (step, best)
@@ -733,7 +733,7 @@ class Saver:
         self.step = step
 
     def finish(self) -> None:
-        """Commit the asynchronous save, if there is one.
+        """Commit the pending asynchronous save, if there is one.
 
         Collective over the job's ranks.
         """
@@ -743,9 +743,9 @@ class Saver:
             self._written(*self._begun_save, beside=True)
 
     def discard(self) -> None:
-        """Cancel the asynchronous save, if there is one, and remove what it has written. Not collective.
+        """Cancel the pending asynchronous save, if there is one, and remove its files. Not collective.
 
-        Called when an error ends the run: the model's next save would commit it, and that may be another run's.
+        Called when an error ends the run. Otherwise the model's next save, maybe of another run, would commit it.
         """
         pending, self._pending = self._pending, None
         if pending is not None:

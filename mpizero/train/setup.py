@@ -1,10 +1,9 @@
-"""Hold what one training run is made of, and what comes out of it.
+"""Define the inputs and the result of a training run.
 
-:class:`Wording` has the words by which error messages name what a user can do. :class:`RunSetup` has model, data and
-settings, with what the run records about itself (:class:`RunRecord`). :class:`TrainingResult` is the result.
-:class:`Improvement` finds out by a validation metric which step is the best so far, and when a run no longer improves.
-:class:`Speed` and the functions after it compute and format the metrics of a step for the lines of JSON that ``mpizero
-train`` writes.
+:class:`RunSetup` has model, data and settings of a run; :class:`RunRecord` has the data by which a checkpoint
+identifies the run, and :class:`Wording` the names of options or methods for error messages. :class:`TrainingResult` is
+the result. :class:`Improvement` follows a validation metric: which step is the best so far, and whether the run still
+improves. :class:`Speed` and the functions after it compute and format metrics of a step.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from mpizero.train.config.schema import CheckpointSection, LoopSection
 
 @dataclass(frozen=True)
 class Wording:
-    """Hold the words by which error messages name what a user can do: those of the command line, or of Python.
+    """Hold texts for error messages that tell the user what to do, for the command line or for :class:`Trainer`.
 
     Attributes
     ----------
     resume, resume_from, afresh : str
-        How to resume, to resume from a step (with "{}" for the step), and to start at the beginning.
+        How to resume, to resume from a step ("{}" stands for the step), and to start a new run.
     folder : str
         Name of the setting with the run's folder.
     override : str
-        How to go on with another value of a setting, with "{}" for its name; "" if that is not possible.
+        How to change a setting at a resume ("{}" stands for its name); "" if that is not possible.
     """
 
     resume: str
@@ -51,7 +50,7 @@ LIBRARY = Wording("trainer.resume()", "trainer.resume({})", "with trainer.fit()"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """Hold what a run records about itself in its files.
+    """Hold the description of a run that is saved in its checkpoints and events.
 
     Attributes
     ----------
@@ -59,25 +58,26 @@ class RunRecord:
         JSON values by section and name, saved in every checkpoint. A run resumes only with equal settings, except for
         those that do not change the result (:func:`mpizero.train.config.schema.changes`).
     about : dict
-        JSON values that are saved beside the samples of skipped steps.
+        JSON values that are saved with the samples of skipped steps.
     fingerprint : str
         Hash of the training data, by which a resumed run checks that it has the same data.
     validation_fingerprint : str
-        The same of the validation samples; "" if there are none.
+        Hash of the validation samples; "" if there are none.
     contents : dict
-        What identifies the contents of both (:func:`~mpizero.train.data_identity.shared_contents`).
+        Hashes and sizes of both data sets, from :func:`~mpizero.train.data_identity.shared_contents`.
     code : mapping of str to str
-        Hashes of the files of the user's functions that made model and data, by file name; a resume tells of changes.
+        SHA-256 of the files of the user's functions that made model and data, by file name; a resumed run reports
+        which files have changed.
     task : str
-        "language", "classification", "regression", or "" if it is unknown.
+        "language", "classification", "regression", or "" if the model does not declare one.
     units_per_sample : int
         Number of tokens in a sample for a language model, else 1.
     description : str
-        One line about model, layout and data; "" makes one.
+        One line about model, layout and data; for "", :meth:`RunSetup.described` makes the line.
     wording : Wording
-        How messages name what the user can do.
+        Texts for messages to the user.
     overridden : tuple of str
-        Settings that may differ from those of the saved run when it resumes.
+        Keys of settings that may differ from those of the saved run at a resume.
     """
 
     settings: dict[str, dict[str, Any]]
@@ -95,7 +95,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
-    """Hold what a run trains, and how.
+    """Hold model, data, settings and callbacks of a run.
 
     Attributes
     ----------
@@ -104,11 +104,11 @@ class RunSetup:
     source, validation : Source
         The samples for training, and the samples for validation (None if there are none).
     loop : LoopSection
-        Steps, samples of a step, validation, time limits.
+        Number of steps, global batch, validation, time limits.
     checkpoints : CheckpointSection
         Where and how often checkpoints are saved, and which are kept.
     record : RunRecord
-        What the run records about itself.
+        The description of the run for its checkpoints and events.
     metrics : dict
         The user's validation metrics by name.
     callbacks : sequence
@@ -117,7 +117,7 @@ class RunSetup:
         Whether rank 0 shows progress and messages.
     begin : callable or None
         Called on all ranks before the first step of a run that does not resume, to load start values. It returns a
-        message to show.
+        message for the user.
     """
 
     model: Any
@@ -154,7 +154,7 @@ class RunSetup:
         return {**{axis: getattr(axes, axis) for axis in AXES}, "schedule": schedule}
 
     def improvement(self) -> Improvement | None:
-        """Return a new object that follows the best value, if checkpoints or the end of the run depend on it."""
+        """Return a new :class:`Improvement` if ``checkpoint.best`` or ``train.patience`` is set, else None."""
         best, patience = self.checkpoints.best, self.loop.patience
         if best is None and patience is None:
             return None
@@ -180,18 +180,18 @@ class RunSetup:
 
 
 def validation_count(loop: LoopSection, validation: Sized) -> int:
-    """Return the number of samples of a validation: ``validate_samples``, but at most all; 0 takes all."""
+    """Return the number of samples of a validation: ``validate_samples``, but at most all; 0 means all."""
     return min(len(validation), loop.validate_samples or len(validation))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """Hold the result of a run that has ended; the same on every rank.
+    """Hold the result of a run that has ended; equal on all ranks.
 
     Attributes
     ----------
     steps : int
-        Number of steps that the run has done, those before a resume included.
+        Number of steps that the run has done, including those before a resume.
     loss : float or None
         Loss of the last step, or of the last iterate of a full-batch method; None if it was not finite.
     parameters_sha256 : str
@@ -205,24 +205,24 @@ class TrainingResult:
     unit : str
         "tokens" or "samples".
     speed : float or None
-        Median of these units per second over undisturbed steps; None if there was no step.
+        Median of tokens or samples per second over undisturbed steps (see :class:`Speed`); None if there was no step.
     parameter_count : int
         Number of parameter elements of the whole model.
     losses : array of float
-        Losses of the steps of this call, the last one of which is ``steps``.
+        Losses of the steps of this call of ``fit`` or ``resume``, up to the step ``steps``.
     validations : tuple of dict
-        Figures of each validation of this call: "step", "validation_loss", "perplexity" or "accuracy", and the user's
+        Metrics of each validation of this call: "step", "validation_loss", "perplexity" or "accuracy", and the user's
         own metrics.
     overrides : tuple of dict
         Settings that were changed when the run was resumed, each with "step", "key", "was" and "now".
     stopped : str
         The reason for which the run has ended before its last step: no improvement, a callback, or "converged: " with
-        the message of a full-batch method; else "".
+        the message of a full-batch method; "" if it has done all steps.
     best : dict or None
-        The best value of the metric that decides: "metric", "value", "step", and "checkpoint" (its path, None if it is
-        not kept). None without such a metric.
+        The best value of the metric of ``best`` or ``patience``: "metric", "value", "step", and "checkpoint" (path of
+        its checkpoint, or None). None if neither is set.
     method : dict or None
-        The end of a full-batch method: "converged", "message", "iterations", and "largest_gradient", the largest
+        The outcome of a full-batch method: "converged", "message", "iterations", and "largest_gradient", the largest
         magnitude in the gradient at the last iterate. None with any other optimizer.
 
     Examples
@@ -269,7 +269,7 @@ class TrainingResult:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values that ``mpizero train`` prints and the file ``run_complete`` holds."""
+        """Return the result as JSON values, which ``mpizero train`` prints and the file ``run_complete`` contains."""
         values: dict[str, Any] = {
             "steps": self.steps,
             "loss": self.loss,
@@ -292,27 +292,30 @@ VALIDATION_METRICS = ("validation_loss", "perplexity", "accuracy")
 
 @dataclass
 class Improvement:
-    """Follow one validation metric over a run; every rank has the same values, and so decides the same.
+    """Follow one validation metric over a run: its best value so far, and whether it still improves.
+
+    Every rank gets the same values of the metric, so all ranks come to the same decision.
 
     Parameters
     ----------
     metric : str
-        Name of the metric, of which small values are good; "-" before the name says that large ones are.
+        Name of the metric. Small values are good; with "-" before the name large values are good.
     patience : int or None
-        Number of validations in a row without an improvement after which the run ends; None never ends it.
+        Number of validations in a row without an improvement after which the run ends; None never ends the run.
     min_delta : float
-        A value is an improvement, for ``patience``, if it is better than the last improvement by more than this.
+        For ``patience``, a value is an improvement if it is better than the last improvement by more than this.
     measured : str
-        How the metric is measured; values that were measured otherwise are not compared.
+        Description of the samples and parameters with which the metric is computed. A resumed run with another
+        description does not compare its values with the best value of the checkpoint.
 
     Attributes
     ----------
     value, step : float and int, or None
-        The best value so far, as the metric has it, and the step after which it was measured.
+        The best value so far, and the step after which it was measured.
     reference : float or None
         The value of the last improvement.
     stalled : int
-        Number of validations since then.
+        Number of validations since the last improvement.
     """
 
     metric: str = "validation_loss"
@@ -326,29 +329,29 @@ class Improvement:
 
     @property
     def name(self) -> str:
-        """The metric's name without the sign."""
+        """Name of the metric without the "-" before it."""
         return self.metric.removeprefix("-")
 
     @property
     def exhausted(self) -> bool:
-        """True if there were ``patience`` validations without an improvement."""
+        """True if the last ``patience`` validations have brought no improvement."""
         return self.patience is not None and self.stalled >= self.patience
 
     @property
     def reason(self) -> str:
-        """Text that says why the run ends, if :attr:`exhausted`."""
+        """Message that there was no improvement, for a run that ends because it is :attr:`exhausted`."""
         best = "no value was finite" if self.value is None else f"best {self.value:.6g} after step {self.step}"
         return f"no improvement of {self.name} in {self.stalled} validations ({best})"
 
     def see(self, step: int, metrics: Mapping[str, float | None]) -> bool:
-        """Take the metrics of a validation after ``step``; return True if the value is the best so far.
+        """Record the metrics of a validation after ``step``; return True if the followed metric is the best so far.
 
-        Not collective. A value that is not finite (None) is no improvement.
+        Not collective. A value that is not finite, which is None, is no improvement.
 
         Raises
         ------
         ConfigError
-            If there is no such metric among them.
+            If ``metrics`` does not have the metric that this object follows.
         """
         if self.name not in metrics:
             raise ConfigError(
@@ -370,17 +373,17 @@ class Improvement:
         return -value if self.metric.startswith("-") else value
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON values that a checkpoint keeps."""
+        """Return metric, best value, step and so on as a dict of JSON values, which a checkpoint stores."""
         names = ("metric", "measured", "value", "step", "reference", "stalled")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, saved: Mapping[str, Any]) -> str:
-        """Take the values of a checkpoint; return a message if they are of another metric, and left out, else ""."""
+        """Set the state to a result of :meth:`state`; if it is of another metric, ignore it and return a message."""
         if not saved:
             return ""
         if saved.get("metric") != self.metric:
             return f"the best value so far was of {saved.get('metric')}: {self.metric} begins anew"
-        if (before := saved.get("measured", self.measured)) != self.measured:  # checkpoints of before do not have it
+        if (before := saved.get("measured", self.measured)) != self.measured:  # early versions did not save "measured"
             return f"the best {self.name} so far was measured on {before}: it begins anew on {self.measured}"
         self.value, self.step, self.reference = (saved.get(name) for name in ("value", "step", "reference"))
         self.stalled = int(saved.get("stalled", 0))
@@ -395,7 +398,7 @@ WARM_UP_STEPS = 3
 class Speed:
     """Measure the speed of every step in tokens or samples per second, and the median over undisturbed steps.
 
-    Disturbed are the first steps of a run, and a step after a checkpoint or a validation.
+    The first steps of a session, and a step after a checkpoint or a validation, count as disturbed.
 
     Attributes
     ----------
@@ -422,7 +425,7 @@ class Speed:
         self._disturbed = True
 
     def median(self) -> float | None:
-        """Return the median speed of the undisturbed steps, or of all steps if there are none; None without steps."""
+        """Return the median speed of undisturbed steps, or of all steps if none is undisturbed; None without steps."""
         rates = self._rates or self._all
         return statistics.median(rates) if rates else None
 
@@ -433,7 +436,7 @@ def finite(value: float | None) -> float | None:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss); infinity if it is too large for a float."""
+    """Return exp(loss), or infinity if exp(loss) exceeds the range of a float."""
     return math.exp(loss) if loss < 709 else math.inf
 
 

@@ -1,13 +1,13 @@
 """Stop a training early, so that it can save its state first, and let a Slurm job run again afterwards.
 
-:class:`StopSignals` catches the signals by which schedulers ask a job to stop, :class:`WallTime` knows how much time a
-job has left and how much saving needs, and :class:`StopFile` looks for the file ``STOP`` in a run's folder, which a
+:class:`StopSignals` catches the signals by which schedulers ask a job to stop, :class:`WallTime` tracks how much time a
+job has left and how much a save needs, and :class:`StopFile` looks for the file ``STOP`` in a run's folder, which a
 user creates to make the run save its state and end. By :class:`StopRequests` all ranks decide together, once a step,
-whether to stop because a rank has one of these reasons. :func:`requeue` puts a Slurm job into the queue again, unless
-:func:`why_not_again` has a reason.
+whether to stop because a rank has got one of these requests. :func:`requeue` puts a Slurm job into the queue again,
+unless :func:`why_not_again` returns a reason not to.
 
-The command line catches signals before it loads the libraries of a training, which takes a second. So this file imports
-none of them at its head.
+The command line catches signals before it imports the libraries of a training, which takes a second. So this module
+imports none of them except NumPy when it is imported itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 #: SIGUSR1 and SIGUSR2 are a batch system's early warnings; with SIGTERM schedulers and launchers ask a job to end.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)
-#: Those that stay with a program that handles them itself, as submitit does. Not SIGUSR1: MPI libraries handle it.
+#: Signals that are not caught if the program has a handler of its own, as submitit has. MPI libraries handle SIGUSR1.
 _LEFT_ALONE = (signal.SIGUSR2,)
 Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -48,9 +48,10 @@ class StopSignals(AbstractContextManager["StopSignals"]):
     """Record stop signals inside a ``with`` block; an inner ``with`` block of the same object has no effect.
 
     The handler only stores the name of the first signal; the program is not interrupted. Python allows signal handlers
-    in the main thread only, so nothing is recorded if another thread enters the block. A SIGUSR2 that the program
-    handles itself is left to it, and so is a signal for which it sets a handler inside of the block. A fork of the
-    process, such as a worker of a pool, which its parent ends by SIGTERM, behaves as without the block.
+    in the main thread only, so nothing is recorded if another thread enters the block. If the program has its own
+    handler of SIGUSR2, or sets a handler of any signal inside of the block, that handler stays in place. In a forked
+    child process, such as a worker of a pool that ends by SIGTERM, signals have the effect that they have without the
+    block.
 
     Parameters
     ----------
@@ -110,7 +111,7 @@ def _restore(number: int, handler: Handler) -> None:
 
 
 def _is_taken(number: signal.Signals) -> bool:
-    """Tell whether a signal is left to the program, which handles it in Python, or in C as ``faulthandler`` does."""
+    """Return whether the program itself handles SIGUSR2, in Python or in C (as ``faulthandler`` does)."""
     if number not in _LEFT_ALONE or signal.getsignal(number) is not signal.SIG_DFL:
         return number in _LEFT_ALONE
     try:
@@ -123,7 +124,7 @@ def _is_taken(number: signal.Signals) -> bool:
 
 #: Seconds to wait for the output of ``squeue``.
 _PATIENCE = 10.0
-#: Least number of seconds that are reserved for saving; of a short job this share of its time, if that is less.
+#: Least number of seconds that are reserved for saving, or this fraction of the job's time if that is less.
 LEAST_RESERVE, RESERVE_FRACTION = 60.0, 0.1
 
 
@@ -136,9 +137,9 @@ class JobContext:
     signals : StopSignals
         Object that catches stop signals.
     started : float
-        Start of the command by ``time.monotonic``.
+        Time at which the command started, by ``time.monotonic``.
     environment : mapping
-        Environment variables, of which Slurm's are used.
+        Environment variables; those of Slurm are used.
     """
 
     signals: StopSignals
@@ -153,9 +154,9 @@ class Limit:
     Attributes
     ----------
     source : str
-        Origin of the limit for messages: the name of a setting or of Slurm's variable.
+        Origin of the limit for messages: the name of a setting or of a variable of Slurm.
     left : float
-        Seconds that are left until the limit.
+        Seconds from now until the limit.
     """
 
     source: str
@@ -176,7 +177,7 @@ def ask_squeue(job: str) -> str:
 
 
 def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_squeue) -> Limit | None:
-    """Return the time limit of the Slurm job that this process is part of; None if there is none or it is unknown.
+    """Return the time limit of the Slurm job that this process is part of; None if there is no limit or no job.
 
     Not collective: called on one rank. Slurm 22.05 and older do not set SLURM_JOB_END_TIME. In that case ``ask`` is
     called with the number of the job, and must return the remaining time as ``squeue`` prints it.
@@ -202,10 +203,10 @@ class WallTime:
     limits : sequence of Limit
         Time limits; the earliest is used.
     reserve : float, optional
-        Seconds reserved for saving. None: twice the sum of the longest step and the longest save so far, but at least a
-        minute or, if that is less, a tenth of the job's time.
+        Seconds reserved for saving. None means twice the sum of the longest step and the longest save so far, but at
+        least a minute or, if that is less, a tenth of the job's time.
     clock : callable, optional
-        Returns the seconds of a monotonic clock.
+        Function that returns the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class WallTime:
         self._save = max(self._save, seconds)
 
     def reason(self) -> str:
-        """Return the reason to stop if only the reserved time is left, else "".
+        """Return the reason to stop if not more than the reserved time is left, else "".
 
         Not collective.
         """
@@ -259,12 +260,12 @@ class WallTime:
         return f"the time limit ({self._source}: {max(left, 0.0):.0f} s left, {self.reserve:.0f} s kept for saving)"
 
 
-#: Type of a function that may request a stop: it returns the reason, or "". It is called once a step.
+#: Type of a function that may request a stop: it is called once a step, and returns the reason for a stop, or "".
 StopSource = Callable[[], str]
 
 
 class StopDecision(IntEnum):
-    """List what all ranks can do after a step: if ranks request different things, the largest value wins."""
+    """List what ranks can request after a step; if requests differ, all ranks follow that of the largest value."""
 
     GO_ON = 0
     STOP = 1
@@ -272,7 +273,7 @@ class StopDecision(IntEnum):
 
 
 class StopRequests:
-    """Let all ranks of ``comm`` decide together whether to stop, from the requests of single ranks.
+    """Let all ranks of ``comm`` stop after the same step if any of them requests a stop.
 
     :meth:`ask` starts one small reduction before a step, and :meth:`answer` reads its result after the step. The result
     is the same on every rank, so all ranks save the same step. A request that comes during a step takes effect after
@@ -281,7 +282,7 @@ class StopRequests:
     Parameters
     ----------
     comm : Communicator
-        Must not be used for anything else between :meth:`ask` and :meth:`answer`.
+        The ranks. The communicator must not be used for anything else between :meth:`ask` and :meth:`answer`.
     *sources : callable
         Functions that may request a stop on this rank; other ranks may have different functions, or none.
 
@@ -290,7 +291,8 @@ class StopRequests:
     reason : str
         Reason of the stop, from the lowest rank that requested it; "" before the ranks have decided to stop.
     all_finished : bool
-        True if no rank had background work at the :meth:`ask` of the last :meth:`answer`; the same on all ranks.
+        True if no rank was busy with background work at the last :meth:`ask`, as read by :meth:`answer`; equal on all
+        ranks.
     """
 
     def __init__(self, comm: Communicator, *sources: StopSource) -> None:
@@ -315,7 +317,7 @@ class StopRequests:
         self._request = StopDecision.FAIL
 
     def ask(self, busy: bool = False) -> None:
-        """Start the reduction over the requests of all ranks.
+        """Start the reduction of the requests of all ranks.
 
         Collective over the communicator.
 
@@ -331,7 +333,7 @@ class StopRequests:
         self._question = self.comm.iallreduce(self._buffer, op="max", tag="stop requests")
 
     def answer(self) -> StopDecision:
-        """Wait for the reduction that :meth:`ask` started; return the largest request of all ranks.
+        """Wait for the reduction that :meth:`ask` has started; return the largest request of all ranks.
 
         Collective over the communicator.
         """
@@ -347,7 +349,7 @@ class StopRequests:
         return StopDecision(request)
 
 
-#: Seconds between two checks, so that a shared file system is not asked at every step.
+#: Least number of seconds between two checks, so that not every step accesses a shared file system.
 INTERVAL = 1.0
 
 
@@ -361,7 +363,7 @@ class StopFile:
     clock : callable, optional
         Returns the seconds of a monotonic clock.
     report : callable, optional
-        Called with a message when the check fails for the first time; training continues.
+        Function that is called with a message when the check fails for the first time; training continues.
     """
 
     def __init__(
@@ -371,7 +373,7 @@ class StopFile:
         self._next, self._warned = float("-inf"), False
 
     def reason(self) -> str:
-        """Return the reason to stop, which names the file, if the file exists; else "". Between checks, return ""."""
+        """Return a reason to stop, which names the file, if the file exists; else, or between checks, return ""."""
         now = self._clock()
         if now < self._next:
             return ""
@@ -388,18 +390,18 @@ class StopFile:
         return f"the file {self._path}"
 
 
-#: Name of the file in the run's folder with the last session that was put into the queue again.
+#: Name of the file in the run's folder with the :class:`Session` after which the job was last requeued.
 NOTE = "requeue.json"
-#: Sessions in a row that were asked to stop at once, after which the job is not put into the queue again.
+#: Number of hasty sessions in a row (see :class:`Session`) after which the job is not requeued.
 HASTY = 3
-#: At once is before a second step, or before so many seconds: Slurm's signal comes up to a minute after the start.
+#: A preempted session is hasty if it was shorter than so many seconds, or did not complete a second step.
 _AT_ONCE = 120.0
 #: Seconds to wait for Slurm's commands.
 _SQUEUE_PATIENCE = 60.0
 
 
 class JobState(NamedTuple):
-    """Hold what Slurm says of a job: its state, such as "RUNNING", the reason for it, and this session's seconds."""
+    """Hold Slurm's state of a job, such as "RUNNING", the reason for the state, and the seconds that it has run."""
 
     state: str
     reason: str = ""
@@ -408,7 +410,7 @@ class JobState(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """Describe a session that has ended: what a Slurm job did between two times in the queue.
+    """Describe a session that has ended: one execution of a Slurm job that may be requeued.
 
     Attributes
     ----------
@@ -417,9 +419,10 @@ class Session:
     status : int
         Exit status of the training.
     steps : dict
-        The newest step of each folder of checkpoints that has one.
+        The step of the newest checkpoint by folder of checkpoints; empty folders are left out.
     hasty : int
-        How many sessions in a row, this one included, were asked to stop at once.
+        Number of sessions in a row, up to this one, that were asked to stop soon after their start, or before they had
+        completed a second step.
     """
 
     job: str
@@ -429,7 +432,7 @@ class Session:
 
     @classmethod
     def after(cls, last: Session | None, job: str, status: int, folders: Iterable[Path], used: float) -> Session:
-        """Make the description of a session of ``used`` seconds that has ended, after ``last`` of the same job."""
+        """Describe a session that has ended after ``used`` seconds; ``last`` is the job's previous session, or None."""
         from mpizero.checkpoint.manager import step_folders, step_of
 
         steps = {str(path): step for path in folders for step in map(step_of, step_folders(str(path))[:1]) if step}
@@ -440,7 +443,7 @@ class Session:
 
     @classmethod
     def read(cls, root: Path, job: str) -> Session | None:
-        """Read the last session of the same job from a run's folder; None if there is none or it cannot be read."""
+        """Read the last session of ``job`` from the run's folder ``root``; None if there is none or it is damaged."""
         try:
             session = cls(**json.loads((root / NOTE).read_bytes()))
             return session if session.job == job and {*map(type, session.steps.values())} <= {int} else None
@@ -448,13 +451,13 @@ class Session:
             return None
 
     def write(self, root: Path) -> None:
-        """Write this session into a run's folder."""
+        """Write this session to the run's folder ``root``."""
         root.mkdir(parents=True, exist_ok=True)
         (root / NOTE).write_text(json.dumps(asdict(self)) + "\n")
 
     @property
     def latest_checkpoint(self) -> str:
-        """The newest checkpoint, or "no checkpoint"."""
+        """Text about the newest checkpoint, such as "step 100", or "no checkpoint"."""
         latest = max(self.steps.values(), default=0)
         return f"step {latest}" if latest else "no checkpoint"
 
@@ -465,7 +468,7 @@ def state_of_job(job: str) -> JobState:
     Raises
     ------
     ConfigError
-        If Slurm does not answer.
+        If ``squeue`` fails.
     """
     from mpizero._util.settings import clock_seconds
 
@@ -478,8 +481,8 @@ def state_of_job(job: str) -> JobState:
 
 
 def why_not_again(session: Session, last: Session | None, job: JobState) -> str:
-    """Return why a job shall not run again after ``session``, which came after ``last``; "" if it shall."""
-    # Slurm gives a cancelled job time to end. So it does to one that has used up its time, which nobody has cancelled.
+    """Return why a job must not be requeued after ``session``, which followed ``last``; "" if it can be."""
+    # A job that is ending was cancelled by a user, or by Slurm at its time limit; only the latter may run again.
     if job.state != "RUNNING" and job.reason != "TimeLimit":
         return f"the job is {job.state} for Slurm: it was cancelled, or Slurm itself puts it into the queue again"
     stuck = last is not None and all(step <= last.steps.get(path, 0) for path, step in session.steps.items())
@@ -494,12 +497,12 @@ def why_not_again(session: Session, last: Session | None, job: JobState) -> str:
 
 
 def requeue(job: str) -> None:
-    """Put a job into the queue again. Slurm then ends its processes, this one included.
+    """Put a job into the queue again. Slurm then ends all processes of the job, including this one.
 
     Raises
     ------
     ConfigError
-        If Slurm refuses. The message has its reason.
+        If ``scontrol`` fails. The message contains the error of Slurm.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1):  # scontrol, which inherits this, must live to say so
         signal.signal(number, signal.SIG_IGN)
