@@ -1,7 +1,7 @@
 """Define ``Trainer``: training with resume, early stops, checkpoints, validation and metrics, in one object.
 
-The functions and :class:`TrainerArguments` before it check its arguments, and make of them what a run consists of, as
-the sections of a configuration file would.
+:class:`TrainerArguments` and the functions before it check the arguments of ``Trainer``, and build from them the
+:class:`~mpizero.train.setup.RunSetup` that ``mpizero train`` builds from a configuration file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SAVING = tuple(item.name for item in fields(CheckpointSection) if item.name != "
 
 @contextmanager
 def plain_settings() -> Iterator[None]:
-    """Convert a :class:`SettingError` of the ``with`` block to a ConfigError that names arguments without sections."""
+    """Convert a :class:`SettingError` of the ``with`` block to a ConfigError: "train.steps" becomes "steps"."""
     try:
         yield
     except SettingError as error:
@@ -54,12 +54,14 @@ def plain_settings() -> Iterator[None]:
 
 
 def sections_of(run: object, settings: Mapping[str, Any]) -> tuple[LoopSection, CheckpointSection]:
-    """Return the checked settings of loop and checkpoints; ``run`` is the run's folder. Not collective.
+    """Check the keyword arguments ``settings`` of ``Trainer``, and return them as sections of a configuration.
+
+    Not collective. ``run`` is the path of the run's folder.
 
     Raises
     ------
     ArgumentError
-        If there is no argument of a name.
+        If a key of ``settings`` is no argument of ``Trainer``.
     ConfigError
         If a value is not allowed.
     """
@@ -81,14 +83,14 @@ def sections_of(run: object, settings: Mapping[str, Any]) -> tuple[LoopSection, 
 def sources_of(source: object, validation: object, global_batch: int) -> tuple[Source | OnlineSource, Source | None]:
     """Return the samples for training and those for validation. Not collective.
 
-    ``validation`` is a source, a share of ``source``, or None.
+    ``validation`` is a source, a fraction of ``source`` to hold back, or None.
 
     Raises
     ------
     ArgumentError
-        If one is no source.
+        If ``source`` or ``validation`` is not a source of samples.
     DataError
-        If there are fewer samples than a global batch has.
+        If there are fewer training samples than ``global_batch``.
     """
     if isinstance(validation, Real) and isinstance(source, Source):  # a split shuffles: a share of 0 is none
         source, validation = source.split(float(validation)) if validation else (source, None)
@@ -109,7 +111,7 @@ def sources_of(source: object, validation: object, global_batch: int) -> tuple[S
 def check_validation(
     loop: LoopSection, checkpoints: CheckpointSection, validation: Source | None, ema: float | None
 ) -> None:
-    """Raise ConfigError if ``best`` or ``patience`` has no validations, or ``validate_ema`` no average ``ema``.
+    """Raise ConfigError for ``best`` or ``patience`` without validations, or ``validate_ema`` without ``ema``.
 
     Not collective.
     """
@@ -125,9 +127,9 @@ def check_validation(
 
 
 def check_sharded(model: Model, arguments: Mapping[str, Any]) -> None:
-    """Raise an error if a model that is sharded already comes with arguments for sharding, or cannot be trained.
+    """Raise an error if arguments for sharding are passed with a sharded model, or if the model cannot be trained.
 
-    Not collective. ``arguments`` are these arguments by name; those that were not given are None.
+    Not collective. ``arguments`` maps names such as "mesh" and "optimizer" to values; those not passed are None.
     """
     for name, value in arguments.items():
         if value is not None:
@@ -135,7 +137,7 @@ def check_sharded(model: Model, arguments: Mapping[str, Any]) -> None:
                 f"Trainer: {name} is for a model that is not sharded yet; this {model._name} has its own: "
                 f"leave {name} out"
             )
-    _ = model.optimizer  # or an error that says how to give one
+    _ = model.optimizer  # raises an error if the model has none
     if model._mean_every:
         raise ConfigError(
             f"Trainer: the ranks of this {model._name} train copies of their own (LocalSGDOptimizer), of "
@@ -162,19 +164,19 @@ class TrainerArguments:
 
     @property
     def is_sharded(self) -> bool:
-        """True if the model is sharded already."""
+        """True if ``model`` is a sharded model."""
         return isinstance(self.model, Model)
 
     def ranks(self) -> tuple[Mesh, Config]:
-        """Return ranks and settings to train with, new ones if none were given. Not collective."""
+        """Return the mesh and the config to train with; create those that were not passed. Not collective."""
         if self.is_sharded:
             return self.model.mesh, self.model.config
         return ranks_and_settings(self.mesh, self.config)
 
     def setup(self, mesh: Mesh, config: Config) -> RunSetup:
-        """Check all arguments, shard the model, and return what the run consists of.
+        """Check all arguments, shard the model, and return the :class:`RunSetup` of the run.
 
-        Collective over ``mesh``; all ranks raise the same error.
+        Collective over ``mesh``; an error is raised on all ranks.
         """
         comm = mesh.communicator
         with all_ranks(comm):
@@ -207,19 +209,19 @@ class TrainerArguments:
 
     @property
     def _method(self) -> optim.VectorMethod | None:
-        """The full-batch method that trains the model; None if the optimizer is another."""
+        """The optimizer if it is a full-batch method such as L-BFGS, else None."""
         optimizer = self.model.optimizer if self.is_sharded else self.optimizer
         method = getattr(optimizer, "wrapped_optimizer", optimizer)
         return method if isinstance(method, optim.VectorMethod) else None
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The arguments of loop and checkpoints; without ``global_batch``, a full-batch method takes all samples.
+        """The settings of training loop and checkpoints; for a full-batch method ``global_batch`` may be missing.
 
         Raises
         ------
         ArgumentError
-            If any other optimizer is given no ``global_batch``.
+            If ``global_batch`` is missing with any other optimizer.
         """
         if self.settings["global_batch"] is not None:
             return dict(self.settings)
@@ -228,12 +230,12 @@ class TrainerArguments:
         return {**self.settings, "global_batch": ALL_SAMPLES}
 
     def _with_batch(self, loop: LoopSection, source: Source | OnlineSource) -> LoopSection:
-        """Return the settings of the loop with the number of samples of a step. Not collective.
+        """Return ``loop``, with a global batch of all samples for a full-batch method. Not collective.
 
         Raises
         ------
         ConfigError
-            If a full-batch method does not get the same samples in every step.
+            If a full-batch method would not get the same samples in every step.
         """
         method = self._method
         if method is None:
@@ -249,7 +251,7 @@ class TrainerArguments:
             return loop.of_all(len(source), name)
 
     def _check(self, config: Config) -> None:
-        placement(self.strategy or "zero2")  # or an error that names the strategies
+        placement(self.strategy or "zero2")  # raises an error for an unknown strategy
         arguments = {name: getattr(self, name) for name in ("mesh", "config", "optimizer", "strategy")}
         if self.is_sharded:
             check_sharded(self.model, arguments)
@@ -261,14 +263,15 @@ class TrainerArguments:
             )
 
     def sharded_again(self, setup: RunSetup, mesh: Mesh, config: Config) -> RunSetup:
-        """Close the run's model; return the run with a new one of ``config`` that has the start values. Collective."""
+        """Close the run's model; return the run with a newly sharded model that has its start values. Collective."""
         setup.model.close()
         return replace(setup, model=self._placed(mesh, config, setup.loop))
 
     def _placed(self, mesh: Mesh, config: Config, loop: LoopSection) -> Model:
-        """Return the sharded model, with memory for the gradients of a step. Collective.
+        """Return the sharded model, with allocated memory for the gradients of a step. Collective.
 
-        Now the model can still move to private memory where shared memory is short, not once a checkpoint is loaded.
+        Memory is allocated here because the model can use private memory if shared memory is short, but not after a
+        checkpoint is loaded.
         """
         model = self.model
         if not self.is_sharded:
@@ -280,9 +283,9 @@ class TrainerArguments:
 def record_of(
     model: Model, source: Source | OnlineSource, loop: LoopSection, fingerprints: tuple[str, str]
 ) -> RunRecord:
-    """Return what a run of ``Trainer`` records about itself. Not collective.
+    """Return the :class:`RunRecord` of a run of ``Trainer``. Not collective.
 
-    ``fingerprints`` are those of the training and of the validation data.
+    ``fingerprints`` are hashes of the training data and of the validation data.
     """
     config, wrapped = model.config, model.wrapped_model
     blocks = blocks_of(wrapped)
@@ -304,7 +307,7 @@ def record_of(
 
 
 def _model_settings(wrapped: Any) -> dict[str, Any]:
-    """Return the settings of the library's own models that change results, such as sizes, seed and dropout."""
+    """Return the settings of a model of the library that determine results, such as sizes, seed and dropout."""
     if not _is_library_object(wrapped):
         return {"name": type(wrapped).__name__}
     settings = getattr(wrapped, "fingerprint", None) or (
@@ -318,7 +321,7 @@ def _model_settings(wrapped: Any) -> dict[str, Any]:
 
 
 def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
-    """Return the settings of the library's own optimizers, but for the learning rate, which a load compares itself."""
+    """Return the settings of an optimizer of the library, except the learning rate, which is compared at a load."""
     if not isinstance(optimizer, optim.FlatOptimizer | optim.VectorMethod):
         return {"name": type(optimizer).__name__}
     settings = {name: value for name, value in vars(optimizer).items() if name != "lr" and not name.startswith("_")}
@@ -326,14 +329,14 @@ def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
 
 
 def _recorded(value: Any) -> int | float | str | None:
-    """Return what a checkpoint records of a setting: itself or its text, or a hash if it may hold large arrays."""
+    """Return the form in which a checkpoint stores a setting: the value, its text, or a hash for large objects."""
     if isinstance(value, int | float | str | None):
         return value
     if isinstance(value, tuple):  # of numbers, of patterns, or of parameter groups
         return str(value)
-    from mpizero.optim.regularization import Regularization  # which few methods have
+    from mpizero.optim.regularization import Regularization  # here, because few methods need it
 
-    if isinstance(value, Regularization):  # of the user's own terms the names, as of a user's own model
+    if isinstance(value, Regularization):  # terms that the user has written count by name, as the user's own models
         value = {
             name: term if _is_library_object(term) else getattr(term, "__qualname__", type(term).__qualname__)
             for name, term in value.terms.items()
@@ -342,7 +345,7 @@ def _recorded(value: Any) -> int | float | str | None:
 
 
 def _is_library_object(value: Any) -> bool:
-    """Tell whether an object is of one of mpizero's own classes."""
+    """Return whether the class of an object is defined in mpizero."""
     return type(value).__module__.startswith("mpizero.")
 
 
@@ -351,37 +354,37 @@ class Trainer:
     """Train a model, as ``mpizero train`` does: with checkpoints, resume, early stops, validation, metrics, callbacks.
 
     Construction, :meth:`fit`, :meth:`resume` and :meth:`close` are collective over the ranks. All ranks
-    pass the same arguments. docs/trainer.md says how to use it.
+    pass the same arguments. docs/trainer.md is a guide.
 
     Parameters
     ----------
     model : model, or sharded model
-        What to train: a model that is not sharded yet, of which each :meth:`fit` starts anew; or a sharded model with
-        its optimizer, which is trained as it is, and which the caller closes.
+        A model that is not sharded, from whose start values each :meth:`fit` begins; or a sharded model with its
+        optimizer, which is trained from its current state, and which the caller closes.
     source : Source
-        The training samples.
+        The training samples; an ``OnlineSource`` is allowed, too.
     config : Config or ShardingConfig or None
-        The settings; None takes the defaults. Left out with a sharded model.
+        The settings; None takes the defaults. Must be left out with a sharded model.
     mesh : Mesh or None
-        The ranks, and how many pipeline stages, tensor and context ranks split the model; None takes all ranks that the
-        launcher has started, or those of a ShardingConfig. Left out with a sharded model.
+        The ranks, and the numbers of pipeline stages, tensor and context ranks that split the model; None takes all
+        ranks that the launcher has started, or those of a ShardingConfig. Must be left out with a sharded model.
     optimizer : optimizer
-        The optimizer, such as ``mz.AdamW(1e-3)``. Left out with a sharded model.
+        The optimizer, such as ``mz.AdamW(1e-3)``. Must be left out with a sharded model.
     steps, global_batch : int
-        Number of training steps, and of samples in each. A full-batch method such as ``mz.LBFGS()`` takes all
-        samples: ``global_batch`` may be left out, and ``steps`` is the most evaluations.
+        Number of training steps, and number of samples in a step. With a full-batch method such as ``mz.LBFGS()``, all
+        steps use all samples: ``global_batch`` may be left out, and ``steps`` is the largest number of evaluations.
     strategy : {"ddp", "zero1", "zero2", "zero3", "fsdp"}
-        What the ranks shard; "zero2" if it is not given. Left out with a sharded model.
+        The arrays that the ranks shard; "zero2" by default. Must be left out with a sharded model.
     validation : Source, float or None
-        The samples for validation, or a share of ``source`` that is held back for it; None or 0 does not validate.
+        The validation samples, or a fraction of ``source`` to hold back for validation; None or 0 does not validate.
     metrics : dict
-        Functions by name. Each takes the sharded model and samples ``(x, y)``, and returns a sum over the samples and
-        their weight. Their quotient over all validation samples is written to the metrics.
+        Functions by name. A function is called with the sharded model and samples ``(x, y)``, and returns a sum over
+        the samples, and a weight. The metric is the sum over all validation samples divided by their total weight.
     callbacks : list
-        Objects whose methods are called, see :class:`Callback`.
+        Objects whose methods are called during the run, see :class:`Callback`.
     run : path
-        Folder of the run, with ``metrics.jsonl`` and ``checkpoints/``; what an earlier run has left there is moved to
-        ``earlier/`` in it.
+        Folder of the run, with ``metrics.jsonl`` and ``checkpoints/``; files of an earlier run in this folder are moved
+        to its subfolder ``earlier/``.
     progress : bool
         Whether rank 0 shows progress and messages on standard error.
     **settings
@@ -395,7 +398,7 @@ class Trainer:
     TypeError
         On every rank, if an argument is of a wrong type or unknown.
     ConfigError
-        On every rank, if a value is not allowed, values do not fit together, or ranks pass different ones.
+        On every rank, if a value is not allowed, values contradict each other, or ranks pass different values.
     DataError
         On every rank, if there are too few samples.
 
@@ -454,9 +457,9 @@ class Trainer:
 
     @classmethod
     def of_setup(cls, setup: RunSetup, context: JobContext) -> Self:
-        """Return the trainer of a run that is checked already, as a configuration describes it. Not collective.
+        """Return the trainer of a run that was built from a configuration file. Not collective.
 
-        ``context`` holds the signals that the caller catches.
+        ``context`` has the signals that the caller catches.
         """
         made = cls.__new__(cls)
         made._arguments = made._created_mesh = None
@@ -474,39 +477,39 @@ class Trainer:
     def fit(self) -> TrainingResult:
         """Train from the first step to the last one, and return the result.
 
-        What an earlier run has left in the run's folder is moved aside. A model that was given unsharded starts from
-        its start values each time.
+        Files of an earlier run in the run's folder are moved to its subfolder ``earlier/``. If the model was not
+        sharded when it was passed, each call trains it from its start values.
 
         Raises
         ------
         Preempted
             If the run was asked to stop; its state is saved, and :meth:`resume` continues it, in this program or in the
-            next. A program that does not catch it ends with status 75.
+            next. A program that does not catch this exception ends with status 75.
         NonFiniteError
             After too many skipped steps in a row, as ``config.bad_steps`` says.
         Exception
-            What a callback or a metric raises; other ranks raise RemoteError.
+            An exception of a callback or metric, on the ranks where it was raised; RemoteError on other ranks.
         """
         return self._result_of(self.run_session())
 
     def resume(self, step: int | None = None) -> TrainingResult:
-        """Continue the run in the run's folder from its newest good checkpoint, or from the one of ``step``.
+        """Continue the run in the run's folder from its newest undamaged checkpoint, or from that of ``step``.
 
-        The checkpoint may come from any number of ranks and any layout, the result has the same bits as if the run had
-        not been interrupted. Without any checkpoint the run starts at the beginning. Errors of :meth:`fit` are raised,
-        too.
+        The checkpoint may come from any number of ranks and any layout; the result has the same bits as if the run had
+        not been interrupted. Without a checkpoint the run starts from the first step. The errors of :meth:`fit` are
+        raised, too.
 
         Raises
         ------
         ConfigError
-            If the checkpoint is of a run with other settings or other data; the message names what differs.
+            If the checkpoint is of a run with other settings or other data; the message names the difference.
         CheckpointError
-            If a checkpoint exists that cannot be used; nothing was changed.
+            If no checkpoint can be loaded though there are some, or that of ``step`` cannot; no file was changed.
         """
         return self._result_of(self.run_session(resume=True, resume_from=step))
 
     def run_session(self, *, resume: bool = False, resume_from: int | None = None) -> TrainingResult | Preempted:
-        """Train as :meth:`fit` or :meth:`resume`, but return a :class:`Preempted` instead of raising it. Collective."""
+        """Train like :meth:`fit` or :meth:`resume`, but return a :class:`Preempted` instead of raising it."""
         if self._closed:
             raise StateError("this trainer is closed: make a new one")
         if self._loop is not None and self._loop.running:
@@ -536,10 +539,10 @@ class Trainer:
             self._setup = arguments.sharded_again(setup, self._mesh, config)
 
     def _unless_signalled(self, result: TrainingResult, signals: StopSignals) -> TrainingResult | Preempted:
-        """Return the result of a complete run, but a :class:`Preempted` if a signal came too late to stop it.
+        """Return the result of a complete run, but a :class:`Preempted` if a rank got a stop signal near its end.
 
-        It has asked the program to end, which would go on as if there had been none. Collective; the signals are not
-        caught any more.
+        Otherwise a program that the signal has asked to end would continue. Collective; signals are not caught any
+        more.
         """
         reasons = self._setup.comm.allgather_object(signals.reason(self.rank), "late signals")
         reason = next(filter(None, reasons), "")
@@ -562,9 +565,9 @@ class Trainer:
         return self
 
     def stop(self, reason: str) -> None:
-        """Ask, in a method of a callback on any rank, that all ranks end the run after this step. Not collective.
+        """Request, in a callback's method on any rank, that all ranks end the run after this step. Not collective.
 
-        The run ends as if this were its last step: with a checkpoint and a result, whose ``stopped`` is the reason.
+        The run ends as after its last step: with a checkpoint, and a result whose ``stopped`` is ``reason``.
         """
         if self._loop is None:
             raise StateError("trainer.stop is for the methods of callbacks, while the run trains")
@@ -579,7 +582,7 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
+        """The rank of this process."""
         return int(self._setup.comm.rank)
 
     @property
@@ -589,15 +592,15 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """The number of steps done, those before a resume included."""
+        """The number of steps done, including those before a resume."""
         return 0 if self._loop is None else self._loop.step
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The figures of the last step by name, as its line of ``metrics.jsonl`` has them.
+        """The metrics of the last step by name, as in its line of ``metrics.jsonl``.
 
-        Bytes sent and memory are those of this rank, the rest is equal on all ranks. Validation figures are among them
-        only after the validation.
+        Bytes sent and memory are those of this rank, all other metrics are equal on all ranks. The metrics of a
+        validation after the step are added when they are computed.
         """
         return {} if self._loop is None else dict(self._loop.metrics)
 
@@ -609,7 +612,7 @@ class Trainer:
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """Close what this trainer has made: the sharded model, and the mesh. A second call does nothing."""
+        """Close the sharded model and the mesh if this trainer has created them. A second call does nothing."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -617,7 +620,7 @@ class Trainer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the trainer; after an exception that other ranks may not have raised, leave that to a later call."""
+        """Close the trainer; after an exception, defer closing until all ranks make a model or a mesh together."""
         if self._closed:
             return
         self._closed = True
