@@ -1,7 +1,7 @@
 """Build the objects of a run from its configuration: data, model, optimizer, sharding.
 
-:func:`build_source` opens the data, :func:`build_model` makes the model, and :func:`build` puts it on the ranks with
-its optimizer, and yields all as a :class:`~mpizero.train.setup.RunSetup`.
+:func:`build_source` opens the data, :func:`build_model` makes the model, and :func:`build` shards the model and its
+optimizer over the ranks, and yields all objects as a :class:`~mpizero.train.setup.RunSetup`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TWO_SETS = '{"training": (x, y), "validation": (x, y)}'
 
 
 def user_functions(config: RunConfig) -> dict[str, UserFunction]:
-    """Return the user's functions that the configuration names, by section: "model", "data", both or none.
+    """Return the user's functions that ``model.make`` and ``data.make`` name, by the keys "model" and "data".
 
     Not collective.
     """
@@ -66,7 +66,7 @@ def user_functions(config: RunConfig) -> dict[str, UserFunction]:
 
 
 def users_modules(config: RunConfig) -> AbstractContextManager[None]:
-    """Return a context manager in whose ``with`` block the user's functions can import the modules beside their files.
+    """Return a context manager in which the user's functions can import modules from the folders of their files.
 
     Not collective.
     """
@@ -85,7 +85,7 @@ def build_source(config: RunConfig) -> tuple[Any, Any]:
     DataError
         If data are missing, empty, or too short; the message names the file.
     SettingError
-        If the user's function that makes the data fails, or returns something else.
+        If the user's function that makes the data fails, or does not return data.
     """
     section = config.data
     if isinstance(section, MadeDataSection):
@@ -106,7 +106,7 @@ def _made_source(section: MadeDataSection, config: RunConfig) -> tuple[Source, S
 
 
 def _parts_of(made: Any, function: UserFunction) -> tuple[Source, Source | None]:
-    """Return the samples for training and for validation that a user's function has made; None if it made none."""
+    """Convert the return value of a user's function to sources for training and validation; the latter may be None."""
     if isinstance(made, Mapping) and set(made) == {"training", "validation"}:
         return _source_of(made["training"], function), _source_of(made["validation"], function)
     if isinstance(made, tuple | list) and len(made) == 2 and all(isinstance(part, Source) for part in made):
@@ -133,7 +133,7 @@ def _source_of(made: Any, function: UserFunction) -> Source:
 
 
 def returned(made: Any) -> str:
-    """Return the words of an error message for what a user's function has returned. Not collective."""
+    """Describe, for an error message, the object ``made`` that a user's function has returned. Not collective."""
     if made is None:
         return "it returned None: does it end with return?"
     if isinstance(made, tuple | list | Mapping):
@@ -143,14 +143,15 @@ def returned(made: Any) -> str:
 
 
 def with_batch(config: RunConfig, source: Any) -> RunConfig:
-    """Return the configuration with its global batch, which is all of ``source`` for full-batch methods.
+    """Return the configuration; for a full-batch method, set its global batch to the number of samples of ``source``.
 
     Not collective.
 
     Raises
     ------
     SettingError
-        If the global batch that was given is larger than the number of training samples, or has to have all of them.
+        If ``train.global_batch`` is larger than the number of training samples, or, for a full-batch method, differs
+        from it.
     """
     if config.optimizer.kind.needs_vectors:
         train = config.train.of_all(len(source), f'optimizer.name = "{config.optimizer.name}"')
@@ -177,7 +178,7 @@ def _open(section: DataSection, config: RunConfig) -> Any:
 
 
 def _sequence(config: RunConfig) -> int:
-    """Return the length of the samples into which a text is cut."""
+    """Return the length of the sequences into which ``data.text`` is cut."""
     section = config.model
     length = section.arguments.get("sequence") if isinstance(section, MadeModelSection) else section.split_sizes[1]
     try:
@@ -188,16 +189,16 @@ def _sequence(config: RunConfig) -> int:
 
 
 def build_model(config: RunConfig, *sources: Any) -> Any:
-    """Build the model; an MLP takes its numbers of features and outputs from the data.
+    """Build the model; the numbers of inputs and outputs of an MLP are taken from the data.
 
-    Not collective. ``sources`` are the samples for training and for validation. The number of classes is the larger
-    one of the two. A user's function gets those for training as its argument ``source``, if it has one; without
-    ``sources`` the data are opened for it.
+    Not collective. ``sources`` are the samples for training and for validation. The number of classes of an MLP is the
+    larger one of both. If a user's function has a parameter ``source``, it gets the training samples, which are opened
+    if ``sources`` is empty.
 
     Raises
     ------
     SettingError
-        If the user's function that makes the model fails, or returns something else.
+        If the user's function that makes the model fails, or does not return a model.
     """
     section = config.model
     if isinstance(section, MadeModelSection):
@@ -206,7 +207,7 @@ def build_model(config: RunConfig, *sources: Any) -> Any:
 
 
 def _frozen(section: ModelSection, model: Any) -> Any:
-    """Return the model without training the parameters that ``model.freeze`` names."""
+    """Return the model with the parameters that ``model.freeze`` names excluded from training."""
     if section.freeze is None:
         return model
     try:
@@ -232,9 +233,9 @@ def _made_model(section: MadeModelSection, config: RunConfig, sources: Sequence[
 
 
 def make_model(config: RunConfig, widths: Sequence[int] | None) -> Any:
-    """Build the model of a configuration that names one of the library's.
+    """Build the model of the library, an MLP or a GPT, that ``model.name`` names.
 
-    Not collective. ``widths`` are the numbers of features and outputs of an MLP, None for a GPT.
+    Not collective. ``widths`` are the numbers of features and outputs of an MLP; None for a GPT.
 
     Raises
     ------
@@ -251,9 +252,9 @@ def make_model(config: RunConfig, widths: Sequence[int] | None) -> Any:
 
 
 def model_and_sample(config: RunConfig) -> tuple[RunConfig, Any, Any, Any]:
-    """Return the configuration with its global batch, the model, and input and target of one sample.
+    """Return the configuration from :func:`with_batch`, the model, and a batch of one sample: inputs and targets.
 
-    Not collective. The data are opened, unless neither the model, a GPT, nor the batch depends on them.
+    Not collective. The data are opened, except for a GPT that is trained by a stochastic optimizer.
     """
     section = config.model
     if isinstance(section, GptSection) and not config.optimizer.kind.needs_vectors:
@@ -265,17 +266,17 @@ def model_and_sample(config: RunConfig) -> tuple[RunConfig, Any, Any, Any]:
 
 
 def task_of(model: Any) -> str:
-    """Return the task of a model, its attribute ``task``: "language", "classification" or "regression"; "" if none.
+    """Return the model's attribute ``task``: "language", "classification" or "regression"; "" if it has none.
 
-    Not collective. A language model is told its perplexity, a classifier its accuracy; a model without a task its
-    accuracy if its predictions are scores of classes.
+    Not collective. Validation reports perplexity for a language model, and accuracy for a classifier, and for a model
+    without a task if its predictions are scores of classes.
     """
     task = getattr(model, "task", "")
     return task if task in TASKS else ""
 
 
 def units_per_sample(task: str, source: Source) -> int:
-    """Return the number of tokens in a sample of a language model's data; 1 for other tasks. Not collective."""
+    """Return the number of tokens in a sample for the task "language"; 1 for other tasks. Not collective."""
     if task != "language":
         return 1
     first = next(SampleTree.of(x=source.samples(np.arange(1))[0]).named)[1]
@@ -283,7 +284,7 @@ def units_per_sample(task: str, source: Source) -> int:
 
 
 def _widths_of(model: Any) -> tuple[int, int] | None:
-    """Return the ``widths`` with which :func:`make_model` makes a model of this size; None for a GPT.
+    """Return the numbers of features and outputs of an MLP, the ``widths`` of :func:`make_model`; None for others.
 
     Not collective.
     """
@@ -291,9 +292,9 @@ def _widths_of(model: Any) -> tuple[int, int] | None:
 
 
 def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
-    """Return the number of features of a sample, and the number of values that the model computes for it.
+    """Return the numbers of features and of outputs that an MLP needs for these data.
 
-    These are scores of classes, logits (loss "bce"), predicted values, or two for each value (loss "gaussian").
+    Outputs are scores of classes, logits (loss "bce"), predicted values, or two for each value (loss "gaussian").
     """
     x, y = sources[0].samples(np.arange(1))
     if x.ndim != 2:
@@ -337,7 +338,7 @@ def classes(source: Any) -> int:
 def build(config: RunConfig, comm: Communicator, *, overridden: tuple[str, ...] = ()) -> Iterator[RunSetup]:
     """Build the objects of a run, yield them as a :class:`RunSetup`, and free them after the ``with`` block.
 
-    Collective over ``comm``. ``overridden`` are the settings that may differ from those of the run that is resumed.
+    Collective over ``comm``. ``overridden`` has the keys of settings that may differ from those of a resumed run.
     """
     with users_modules(config):
         with all_ranks(comm):
@@ -407,7 +408,7 @@ def _described(config: RunConfig, model: Model, source: Any, validation: Any) ->
 
 
 def _load_start(section: ModelSection, model: Model) -> str:
-    """Load the start values that ``model.start`` names; return a message for rank 0, which says what was taken.
+    """Load start values from the file that ``model.start`` names; return a message about the loaded parameters.
 
     Collective over the ranks that train.
     """
@@ -423,7 +424,7 @@ def _load_start(section: ModelSection, model: Model) -> str:
 
 
 def _check_bounds(config: RunConfig, optimizer: Any, model: Any) -> None:
-    """Raise a SettingError if bounds are for parameters that the model does not have. Not collective."""
+    """Raise SettingError if a key of ``optimizer.bounds`` matches no parameter of the model. Not collective."""
     if config.optimizer.name != "l-bfgs":
         return
     try:
@@ -433,14 +434,14 @@ def _check_bounds(config: RunConfig, optimizer: Any, model: Any) -> None:
 
 
 def build_optimizer(config: RunConfig) -> Any:
-    """Build the optimizer, with its learning rate schedule if it has one. Not collective."""
+    """Build the optimizer with its learning rate schedule, if any. Not collective."""
     return config.optimizer.optimizer(config.train.steps)
 
 
 def computing_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the arguments of :class:`~mpizero.Config` that determine how a rank computes.
+    """Return the arguments of :class:`~mpizero.Config` that are about computation, such as ``micro_batch``.
 
-    Not collective. They do not depend on the sizes of the layout of the run over ranks, nor on what ranks send.
+    Not collective. Settings of the parallel layout other than ``tiles``, and those of communication, are left out.
     """
     sent = {"gradient_compression", "check_every"}
     settings = {name: value for name, value in config.train.values_of(ComputeSettings).items() if name not in sent}

@@ -1,7 +1,7 @@
 """Define the table ``[optimizer]`` of a configuration, and make the optimizer that it describes.
 
-The table has the settings that the optimizer's own class declares, and those of the learning rate's schedule. A class
-is loaded when its name is used first: full-batch methods, above all, are in few runs.
+The table has the settings that the optimizer's own class declares, and those of the learning rate schedule. The class
+of an optimizer is imported when its name is first used, because most runs use only one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ STEPPING = {
 }
 VECTOR_METHODS = {"l-bfgs": "LBFGS", "cg": "NonlinearCG", "newton-cg": "NewtonCG"}
 OPTIMIZERS = STEPPING | VECTOR_METHODS
-#: The default learning rates of those for which the one of :class:`RateSection` is not usual.
+#: The default learning rates of optimizers for which the default of :class:`RateSection` is unusual.
 _RATES = {"sgd": 0.01, "lion": 1e-4, "muon": 0.02, "soap": 3e-3}
-#: Settings of ``[train]`` with which full-batch methods do not know the loss and its exact gradient in the host's
-#: memory, and the values with which they do.
+#: Settings of ``[train]`` that must have these values with full-batch methods, which need the exact loss and gradient
+#: in host memory.
 _CLASHES: Mapping[str, Any] = {
     "clip": None,
     "ema": None,
@@ -46,7 +46,7 @@ _BOUNDS = "[low, high] for all parameters, or a table of such pairs by name; inf
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSection(ConfigSection):
-    """Serve as base class of the tables of all optimizers, which :func:`optimizer_section` makes by name."""
+    """Serve as base class of the sections ``[optimizer]``; :func:`optimizer_section` makes one for each optimizer."""
 
     table = "optimizer"
     #: The optimizer's class.
@@ -55,11 +55,11 @@ class OptimizerSection(ConfigSection):
     name: str = setting("adamw", one_of(*OPTIMIZERS), resume="never")
 
     def check_combination(self) -> None:
-        """Raise an error for settings that the optimizer does not take together."""
-        self.kind.check_combination(self)  # which looks at its own settings alone, and these are fields here, too
+        """Raise SettingError if settings contradict each other for this optimizer."""
+        self.kind.check_combination(self)  # reads only the optimizer's own settings, which are fields of self, too
 
     def declared_settings(self) -> dict[str, Any]:
-        """Return the settings that the optimizer's class declares, by name."""
+        """Return the values of the settings that the optimizer's class declares, by name, without ``lr``."""
         known = {item.name for item in fields(self)} - {"lr"}
         return {item.name: getattr(self, item.name) for item in fields(self.kind) if item.name in known}
 
@@ -70,7 +70,7 @@ class OptimizerSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RateSection(OptimizerSection):
-    """Hold the learning rate and its schedule."""
+    """Hold the settings of an optimizer with a learning rate, and of the rate's schedule."""
 
     lr: float = setting(3e-4, positive)
     schedule: str = setting("constant", one_of("constant", "linear", "cosine"))
@@ -79,7 +79,7 @@ class RateSection(OptimizerSection):
     end: float = setting(0.0, number())
 
     def check_combination(self) -> None:
-        """Raise an error if ``end`` or ``schedule_steps`` is given for a constant rate, or ``end`` is above ``lr``."""
+        """Raise SettingError if ``end`` or ``schedule_steps`` is set for a constant rate, or ``end`` exceeds ``lr``."""
         super().check_combination()
         for name in ("end", "schedule_steps"):
             if getattr(self, name) and self.schedule == "constant":
@@ -88,7 +88,7 @@ class RateSection(OptimizerSection):
             raise self.reject("end", f"must be at most optimizer.lr = {self.lr}")
 
     def rate(self, steps: int) -> Any:
-        """Return the schedule, whose end is at ``schedule_steps``; if that is None, after ``steps``. Not collective."""
+        """Return the learning rate schedule; it ends at the step ``schedule_steps``, or ``steps`` if that is None."""
         if self.schedule == "constant":
             return optim.constant(self.lr, warmup=self.warmup)
         schedule = {"linear": optim.linear, "cosine": optim.cosine}[self.schedule]
@@ -104,7 +104,7 @@ class VectorMethodSection(OptimizerSection):
     """Hold the settings of a full-batch method."""
 
     def check_run(self, train: ConfigSection, model: ConfigSection) -> None:
-        """Raise an error for settings of ``[train]`` and ``[model]`` that do not go together with these methods."""
+        """Raise SettingError for settings of ``[train]`` and ``[model]`` that a full-batch method does not allow."""
         method = f'optimizer.name = "{self.name}"'
         for key, without in _CLASHES.items():
             if getattr(train, key) != without:
@@ -117,7 +117,7 @@ class VectorMethodSection(OptimizerSection):
 
 @cache
 def optimizer_section(name: str) -> type[OptimizerSection]:
-    """Return the class of the table ``[optimizer]`` with this name. Not collective."""
+    """Return the class of the section ``[optimizer]`` whose setting ``name`` is ``name``. Not collective."""
     kind = getattr(optim, OPTIMIZERS[name])
     settings: dict[str, Any] = {item.name: like(kind, item.name) for item in fields(kind) if "check" in item.metadata}
     settings.pop("exact", None)  # of NewtonCG, only for mpizero.minimize
@@ -137,7 +137,7 @@ def optimizer_section(name: str) -> type[OptimizerSection]:
 
 
 def _limit(value: Any) -> float | None:
-    if value is None:  # no bound, in what a checkpoint has recorded
+    if value is None:  # no bound, in a configuration from a checkpoint
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ValueError("must be a number")
@@ -145,7 +145,7 @@ def _limit(value: Any) -> float | None:
 
 
 def _bounds(value: Any) -> dict[str, list[float | None]]:
-    """Check bounds, and return the pairs by patterns of names; None is no bound."""
+    """Check ``optimizer.bounds``; return pairs of bounds by patterns of parameter names; None means no bound."""
     bounds = {}
     for name, pair in (value if isinstance(value, Mapping) else {"*": value}).items():
         where = f"{name}: " if isinstance(value, Mapping) else ""

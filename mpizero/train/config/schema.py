@@ -1,9 +1,10 @@
 """Define the configuration of a run: one frozen dataclass per table of the TOML file, checked when it is made.
 
-:class:`RunConfig` combines the sections. Those of the training itself are defined here: :class:`TrainSection`, whose
-:class:`LoopSection` :class:`mpizero.Trainer` shares, and :class:`CheckpointSection`; the others are in
-``train/config/sections.py`` and ``train/config/optimizers.py``. The functions below them compare a run's configuration
-with that of its checkpoint, and decide which settings a resumed run may change, by what is declared with each.
+:class:`RunConfig` combines the sections. This module defines :class:`TrainSection`, :class:`CheckpointSection`, and
+:class:`LoopSection`, the part of TrainSection that :class:`mpizero.Trainer` has, too; the other sections are in
+``train/config/sections.py`` and ``train/config/optimizers.py``. The functions below the classes compare a run's
+configuration with that of its checkpoint, and decide which settings a resumed run may change, from the argument
+``resume`` in the declaration of each setting.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def _batch(value: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSection(ConfigSection):
-    """Hold the settings of the training loop: its steps, its samples, when it validates and when it ends."""
+    """Hold the settings of the training loop: steps, global batch, validation, early stops and time limits."""
 
     steps: int = setting(200, whole(1), resume="free")
     global_batch: int = setting(64, _batch, resume="never")
@@ -60,7 +61,7 @@ class LoopSection(ConfigSection):
     prefetch: int = setting(0, whole(0), resume="free")
 
     def check_combination(self) -> None:
-        """Raise an error for a ``patience`` without validations, or a ``time_reserve`` not less than ``time_limit``."""
+        """Raise SettingError for contradictions, such as ``patience`` without validations."""
         if self.patience is not None and not self.validate_every:
             raise self.reject("patience", "counts validations: set train.validate_every > 0 with it")
         if self.min_delta and self.patience is None:
@@ -74,7 +75,7 @@ class LoopSection(ConfigSection):
         Raises
         ------
         SettingError
-            If another global batch was given, or batches that are read ahead.
+            If ``global_batch`` has another value, or ``prefetch`` is set.
         """
         if self.global_batch not in (ALL_SAMPLES, count):
             raise self.reject(
@@ -87,19 +88,19 @@ class LoopSection(ConfigSection):
         return replace(self, global_batch=count)
 
 
-#: The setting with the step at which the learning rate schedule ends.
+#: Key of the setting that says at which step the learning rate schedule ends.
 LENGTH = "optimizer.schedule_steps"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection(ComputeSettings, LoopSection):
-    """Hold the settings of the training loop, and those of :class:`~mpizero.Config` that say how a step is computed."""
+    """Hold the section ``[train]``: settings of the training loop, and those of computation that a Config has."""
 
     check_every: int = like(ComputeSettings, "check_every", default=50)
     timeout: float = like(Mesh, "timeout")
 
     def check_combination(self) -> None:
-        """Raise an error for grains larger than the global batch, GPU settings on CPUs, or wrong time limits."""
+        """Raise SettingError for contradictions, such as grains larger than the global batch."""
         super().check_combination()
         if self.global_batch != ALL_SAMPLES:
             self._check_grains()
@@ -119,7 +120,7 @@ class TrainSection(ComputeSettings, LoopSection):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection(ConfigSection):
-    """Hold the folder of checkpoints, and how often and how they are saved; ``every = 0`` saves at the end only."""
+    """Hold the section ``[checkpoint]``: where, when and how checkpoints are saved; ``every = 0``: only at the end."""
 
     folder: str = setting("run/checkpoints", text, resume="free")
     every: int = setting(100, whole(0), resume="free")
@@ -131,7 +132,7 @@ class CheckpointSection(ConfigSection):
     alignment: int = setting(ALIGNMENT, whole(ALIGNMENT, ALIGNMENT_LIMIT), resume="free")
 
     def check_combination(self) -> None:
-        """Raise an error if the alignment is not a power of two, or for asynchronous saves with parallel HDF5."""
+        """Raise SettingError if ``alignment`` is not a power of two, or for asynchronous saves with parallel HDF5."""
         if self.alignment & (self.alignment - 1):
             raise self.reject("alignment", f"must be a power of two from {ALIGNMENT} to {ALIGNMENT_LIMIT}")
         if self.asynchronous and self.backend != "direct":
@@ -143,9 +144,10 @@ class CheckpointSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Hold a whole configuration; the constructor checks that its sections fit together.
+    """Hold a whole configuration; the constructor checks that its sections do not contradict each other.
 
-    ``folder`` is the folder of the configuration file, where relative paths of ``make`` start. It is no setting.
+    ``folder`` is the folder of the configuration file, to which paths in ``model.make`` and ``data.make`` are relative.
+    It is not a setting.
     """
 
     model: ModelSection
@@ -157,9 +159,9 @@ class RunConfig:
     folder: str = "."
 
     def __post_init__(self) -> None:
-        """Raise an error for sections that do not fit together."""
+        """Raise ConfigError if sections contradict each other."""
         self._check_optimizer()
-        dtype = getattr(self.model, "dtype", "float32")  # a model that a function makes is looked at when it is made
+        dtype = getattr(self.model, "dtype", "float32")  # a model that a function makes is checked when it is made
         if self.train.mixed_precision is not None and dtype != "float32":
             raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {dtype}")
         self.model.check_data(self.data)
@@ -182,13 +184,13 @@ class RunConfig:
             raise optimizer.reject("warmup", f"must be at most {whose} = {length}")
 
     def with_tiles(self, tiles: dict[str, int] | None) -> RunConfig:
-        """Return this configuration with ``parallel.tiles``; itself if these are the sizes of its groups, or None."""
+        """Return this configuration with ``parallel.tiles``; unchanged if ``tiles`` is None or equals group sizes."""
         if tiles is None or all(getattr(self.parallel, axis) == count for axis, count in tiles.items()):
             return self
         return replace(self, parallel=replace(self.parallel, tiles=tiles))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return every setting, defaults included, as JSON values by section and key."""
+        """Return all settings, including defaults, as JSON values by section and key."""
         sections = [getattr(self, item.name) for item in fields(self) if item.name != "folder"]
         return {section.title(): section.to_dict() for section in sections}
 
@@ -197,9 +199,9 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 
 def section_kind(title: str, tables: Tables) -> type[ConfigSection]:
-    """Return the class of a table of a configuration, by what its keys choose; one without settings for other tables.
+    """Return the class of the section ``title``, which its key ``name`` or ``make`` selects where there are several.
 
-    Not collective.
+    Not collective. For an unknown section, the class has no settings.
     """
     table = tables.get(title, {})
     if title == "optimizer":
@@ -215,13 +217,13 @@ def section_kind(title: str, tables: Tables) -> type[ConfigSection]:
 
 
 def section_kinds() -> list[type[ConfigSection]]:
-    """Return the classes of all tables that have a fixed set of keys. Not collective."""
+    """Return the classes of all sections that have a fixed set of keys. Not collective."""
     optimizers = map(optimizer_section, OPTIMIZERS)
     return [TrainSection, ParallelSection, CheckpointSection, DataSection, *optimizers, *MODELS.values()]
 
 
 def _declaration(key: str, config: Tables) -> Mapping[str, Any]:
-    """Return what is declared with the setting ``key`` of a run with this configuration; its check, above all."""
+    """Return the metadata of the setting ``key`` in the sections of a configuration, such as its check."""
     title, _, name = key.partition(".")
     for item in fields(section_kind(title, config)):
         if item.name == name:
@@ -235,11 +237,11 @@ def _resume_rule(key: str, config: Tables) -> Resume:
 
 
 def mathematics(config: Tables) -> dict[str, Any]:
-    """Return the settings that determine the result of training, by names such as ``train.seed``.
+    """Return the settings that determine the result of training, by keys such as ``train.seed``.
 
-    ``config`` is the result of :meth:`RunConfig.to_dict`. The others may differ between a saved run and the run that
-    resumes it: none changes the mathematics (tensor and context groups, and GPUs, round sums differently). Training
-    data are compared by content, not by path.
+    ``config`` is the result of :meth:`RunConfig.to_dict`. Other settings may differ between a saved run and the run
+    that resumes it, because they do not change the mathematics, at most the rounding of sums (in tensor and context
+    groups, and on GPUs). Training data are compared by content, not by path.
     """
     flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
@@ -253,15 +255,15 @@ def mathematics(config: Tables) -> dict[str, Any]:
     }
 
 
-#: Settings that decide which others there are.
+#: Settings on which it depends which other settings a section has.
 _NAMES = ("model.name", "model.make", "optimizer.name")
 
 
 def changes(saved: Tables, wanted: Tables) -> dict[str, tuple[Any, Any]]:
-    """Return, by key, both values of the settings that make two configurations compute different results.
+    """Return, by key, the two values of each setting in which two configurations differ and that changes results.
 
-    Both are results of :meth:`RunConfig.to_dict`. A setting that a configuration lacks has the value None.
-    Names come first: they decide which other settings there are.
+    Both arguments are results of :meth:`RunConfig.to_dict`. A setting that a configuration lacks has the value None.
+    Names of models and optimizers come first, because it depends on them which other settings there are.
     """
     before, now = mathematics(saved), mathematics(wanted)
     keys = sorted(before.keys() | now.keys(), key=lambda key: (key not in _NAMES, key))
@@ -269,26 +271,26 @@ def changes(saved: Tables, wanted: Tables) -> dict[str, tuple[Any, Any]]:
 
 
 def described_change(key: str, values: tuple[Any, Any]) -> str:
-    """Describe one item of what :func:`changes` returns."""
+    """Describe, for an error message, the setting ``key`` with its two ``values`` in the result of :func:`changes`."""
     hint = " (train.steps, where it is not given)" if key == LENGTH else ""
     return f"{key} was {shown(values[0])} in the saved run and is {shown(values[1])} now{hint}"
 
 
 def overridable(key: str, config: Tables) -> bool:
-    """Tell whether a resumed run may change a setting that determines the result. Not collective."""
+    """Return whether ``--override`` may change the setting ``key`` of a resumed run. Not collective."""
     return _resume_rule(key, config) != "never"
 
 
 def check_overridden(keys: Sequence[str], config: Tables) -> tuple[str, ...]:
-    """Return the settings that a resumed run may change; ``config`` is the result of :meth:`RunConfig.to_dict`.
+    """Check the keys of ``--override``, and return the keys of all settings that the resumed run may change.
 
-    Not collective. The keys of ``--override`` may be changed, and with one of the schedule also the step at which it
-    ends.
+    Not collective. ``config`` is the result of :meth:`RunConfig.to_dict`. If a key is one of the learning rate
+    schedule, the step at which the schedule ends may change, too.
 
     Raises
     ------
     ConfigError
-        If a key is unknown, may be changed without this option, or cannot be changed in a run at all.
+        If a key is unknown, or that setting needs no ``--override``, or must not change in a run.
     """
     known = [f"{section}.{name}" for section, values in config.items() for name in values]
     for key in keys:

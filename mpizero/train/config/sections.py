@@ -1,11 +1,11 @@
-"""Define the sections of a configuration that say what is trained, on what data, by how many ranks.
+"""Define the sections ``[parallel]``, ``[data]`` and ``[model]`` of a configuration.
 
-:class:`ParallelSection` is ``[parallel]``, the layout of a run over ranks, checked against model and number of ranks.
-:class:`DataSection` reads samples from files, and the subclasses of :class:`ModelSection` are models of the library by
-name; :class:`MadeDataSection` and :class:`MadeModelSection` take what a function of the user's makes: ``make`` names it
-(:class:`MakeSettings`), and the other keys of the section are its arguments. A check returns
-the value to use, or raises ValueError that says what is allowed. ``train/config/optimizers.py`` has the tables of
-optimizers, and ``train/config/schema.py`` those of the training itself; it combines all.
+:class:`ParallelSection` has the layout of a run over ranks, and checks it against the model and the number of ranks.
+:class:`DataSection` names files with samples, and :class:`GptSection` and :class:`MlpSection` describe models of the
+library. :class:`MadeDataSection` and :class:`MadeModelSection` name a function of the user that makes the data or the
+model (:class:`MakeSettings`); the other keys of the section are its arguments. Functions that check a setting return
+the value to use, or raise ValueError that says what is allowed. ``train/config/optimizers.py`` has the section
+``[optimizer]``, and ``train/config/schema.py`` all others and the whole configuration.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from mpizero.sharding.mesh import SPLITTING, AxisSettings, Mesh, NodeSettings
 from mpizero.sharding.partition import ParallelLayout, SplitSettings, can_host
 from mpizero.types import BlockModel
 
-#: The only key of a table that stands for a TOML value which JSON lacks: a date, a time, NaN or an infinite number.
+#: The only key of a JSON object that represents a TOML value which JSON lacks: a date, a time, NaN or infinity.
 _TOML = "toml"
 
 
@@ -55,14 +55,14 @@ def reference(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MakeSettings(ConfigSection):
-    """Serve as base class of the sections whose object a function of the user's makes.
+    """Serve as base class of the sections that name a function of the user which makes the model or the data.
 
     Attributes
     ----------
     make : str
-        ``"my_model.py:make"`` or ``"package.module:make"``.
+        File or module, and function: ``"my_model.py:make"`` or ``"package.module:make"``.
     arguments : dict
-        The section's other keys with their TOML values: keyword arguments of the function.
+        Keyword arguments of the function: the section's other keys with their TOML values.
     """
 
     make: str = setting(MISSING, reference, resume="never")
@@ -70,19 +70,19 @@ class MakeSettings(ConfigSection):
 
     @classmethod
     def of(cls, table: Mapping[str, Any]) -> Self:
-        """Return the section of a TOML table, or of what :meth:`to_dict` returned; unknown keys become arguments."""
+        """Make the section from a TOML table, or from a result of :meth:`to_dict`; unknown keys become arguments."""
         declared = {item.name for item in fields(cls)} - {"arguments"}
         arguments = {key: _decoded(value) for key, value in table.items() if key not in declared}
         return cls(**{key: value for key, value in table.items() if key in declared}, arguments=arguments)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every setting, defaults included, and all arguments, as JSON values by key."""
+        """Return all settings, including defaults, and all arguments, as JSON values by key."""
         settings = {item.name: _encoded(getattr(self, item.name)) for item in fields(self) if item.name != "arguments"}
         return settings | {key: _encoded(value) for key, value in self.arguments.items()}
 
 
 def _encoded(value: Any) -> Any:
-    """Return a TOML value as a JSON value; :func:`_decoded` returns it as it was."""
+    """Convert a TOML value to a JSON value, which :func:`_decoded` converts back."""
     if isinstance(value, dict):
         return {key: _encoded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -108,12 +108,12 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSettings, AxisSettings):
-    """Hold the layout of a run over ranks, settings of :class:`~mpizero.Mesh` and of :class:`~mpizero.Config`."""
+    """Hold the section ``[parallel]``: strategy, axes of parallelism, pipeline schedule, nodes."""
 
     strategy: str = setting("zero2", one_of(*STRATEGIES), resume="free")
 
     def check_combination(self) -> None:
-        """Raise :class:`SettingError` for schedules that fit no pipeline."""
+        """Raise :class:`SettingError` if ``schedule``, ``pipeline`` and ``virtual_stages`` contradict each other."""
         super().check_combination()
         try:
             chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
@@ -122,7 +122,7 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
 
     @property
     def chunks(self) -> int:
-        """Number of chunks into which the model's blocks are cut; 1 without a pipeline."""
+        """Number of pipeline chunks into which the model's blocks are cut; 1 without a pipeline."""
         return 1 if self.pipeline == 1 else len(chunk_stages(self.schedule, self.pipeline, self.virtual_stages))
 
     def axes_of(self, ranks: int) -> Axes:
@@ -141,11 +141,11 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
             raise self.reject(key, f"does not fit this job: {error}") from None
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise an error if the product of the axes' sizes is not ``ranks``, the number of ranks of the job."""
+        """Raise SettingError if the product of the axes' sizes is not ``ranks``, the number of ranks of the job."""
         self.axes_of(ranks)
 
     def check_blocks(self, blocks: int) -> None:
-        """Raise an error if the model has ``blocks`` blocks, and ``cuts`` or the pipeline's chunks do not fit them."""
+        """Raise SettingError if the pipeline has more chunks than ``blocks``, or ``cuts`` does not fit ``blocks``."""
         chunks = self.chunks
         if chunks > blocks:
             each = f" of {chunks // self.pipeline} parts each" if chunks > self.pipeline else ""
@@ -164,7 +164,7 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
             raise self.reject("cuts", f"{wanted}: {chunks} parts of {blocks} blocks") from None
 
     def check_heads(self, heads: int) -> None:
-        """Raise an error if the size of a tensor group does not divide the number of attention heads ``heads``."""
+        """Raise SettingError if the tensor group's size, or its number of tiles, does not divide ``heads``."""
         if heads % self.tensor:
             fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise self.reject("tensor", f"must divide model.heads = {heads}; these do: {fit}")
@@ -174,7 +174,7 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
             raise self.reject("tiles", f"its number for the tensor axis must divide model.heads = {heads}; {fit} do")
 
     def reject_split(self, allowed: str) -> SettingError:
-        """Return the error about the first axis that splits the model; ``allowed`` says what is allowed."""
+        """Return a SettingError about the first axis that splits the model; ``allowed`` is the message."""
         return self.reject(next(axis for axis in SPLITTING if getattr(self, axis) > 1), allowed)
 
     def parallel_layout(self) -> ParallelLayout:
@@ -182,19 +182,19 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
         return ParallelLayout(**self.values_of(AxisSettings), **self._split())
 
     def mesh(self, comm: Any, **more: Any) -> Mesh:
-        """Return the ranks of ``comm`` as a :class:`~mpizero.Mesh` of these axes; ``more`` are its other settings."""
+        """Return a :class:`~mpizero.Mesh` of ``comm`` with these axes and nodes; ``more`` are further arguments."""
         return Mesh(comm, **self.values_of(AxisSettings), **self.values_of(NodeSettings), **more)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of :class:`~mpizero.Config` that this table has."""
+        """Return the settings of this section that are arguments of :class:`~mpizero.Config`, by name."""
         return self.values_of(DataParallelSettings) | self._split()
 
     def _split(self) -> dict[str, Any]:
-        """Return how the model is split; without a pipeline, the settings of one have no effect."""
+        """Return ``tiles``, and with a pipeline its settings, such as ``schedule``, by name."""
         return self.values_of(SplitSettings) if self.pipeline > 1 else {"tiles": self.tiles}
 
     def describe(self, ranks: int) -> str:
-        """Describe the layout of a job of ``ranks`` ranks, such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"."""
+        """Return a text such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1" for a job of ``ranks`` ranks."""
         if not self.splits_model:
             return f"{self.strategy} on {ranks} rank{'s' if ranks > 1 else ''}"
         sizes = self.axes_of(ranks).sizes
@@ -223,7 +223,7 @@ def patterns(value: Any) -> tuple[str, ...]:
 
 
 def _table(value: Any, example: str, checks: Mapping[str, Check], needed: Sequence[str] = ("x", "y")) -> dict[str, Any]:
-    """Check a table by the check of each key; the error shows the ``example``, and ``needed`` are the keys it needs."""
+    """Check a table: ``checks`` has the check of each key, ``needed`` the required keys; errors show ``example``."""
     if not isinstance(value, dict):
         raise ValueError(example)
     if unknown := [key for key in value if key not in checks]:
@@ -240,9 +240,9 @@ def _table(value: Any, example: str, checks: Mapping[str, Check], needed: Sequen
 
 
 def stored(value: Any) -> dict[str, Any]:
-    """Check ``data.hdf5``: it must be a table with the keys ``path``, ``x`` and ``y``, and maybe others.
+    """Check ``data.hdf5``, ``zarr`` or ``netcdf``: a table with the keys ``path``, ``x`` and ``y``, and maybe others.
 
-    It stays as JSON can hold it; :func:`source_arguments` makes arguments of it.
+    The result has JSON values; :func:`source_arguments` converts it to arguments of a source.
     """
     return _table(value, 'must be a table such as {path = "*.h5", x = "x", y = "y"}', _STORED, ("path", "x", "y"))
 
@@ -258,7 +258,7 @@ def _array_names(value: Any) -> Any:
 
 
 def source_arguments(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a :class:`~mpizero.data.FileSource` that a checked table holds."""
+    """Convert a checked table to the arguments of a :class:`~mpizero.data.FileSource`: axes become integers."""
     by_axis = {
         key: {int(axis): number for axis, number in table[key].items()} for key in ("window", "stride") if key in table
     }
@@ -266,7 +266,7 @@ def source_arguments(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_axis(value: Any) -> dict[str, int]:
-    """Check a table from axes, which are strings in TOML, to numbers."""
+    """Check a table that maps axes, which are strings in TOML, to whole numbers >= 1."""
     if not isinstance(value, dict) or not all(str(axis).isdecimal() for axis in value):
         raise ValueError("must be a table from axes to numbers, such as {0 = 4}")
     return {axis: whole(1)(length) for axis, length in value.items()}
@@ -284,15 +284,15 @@ _STORED = {
 }
 
 
-#: Settings that name the samples.
+#: Keys of ``[data]`` that name the samples, of which exactly one must be set.
 KINDS = ("text", "arrays", "hdf5", "zarr", "netcdf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection(ConfigSection):
-    """Hold the origin of the samples: exactly one of :data:`KINDS`.
+    """Hold the section ``[data]`` that names the samples by exactly one of the keys :data:`KINDS`.
 
-    Relative paths start at the working directory. ``validation`` is the fraction of samples held back for validation.
+    Paths are relative to the working directory. ``validation`` is the fraction of samples held back for validation.
     """
 
     text: tuple[str, ...] | None = setting(None, optional(patterns), resume="free")
@@ -304,11 +304,11 @@ class DataSection(ConfigSection):
 
     @property
     def kind(self) -> str:
-        """The setting that is given, one of :data:`KINDS`."""
+        """The key of :data:`KINDS` that is set."""
         return next(key for key in KINDS if getattr(self, key) is not None)
 
     def check_combination(self) -> None:
-        """Raise an error if not exactly one of :data:`KINDS` is given."""
+        """Raise SettingError if not exactly one of the keys :data:`KINDS` is set."""
         chosen = [key for key in KINDS if getattr(self, key) is not None]
         if len(chosen) != 1:
             what = " and ".join(f"data.{key}" for key in chosen) if chosen else "none"
@@ -318,22 +318,22 @@ class DataSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MadeDataSection(MakeSettings):
-    """Hold the function that makes the samples, and its arguments.
+    """Hold the section ``[data]`` that names a function of the user which makes the samples, and its arguments.
 
-    ``validation`` is the fraction of samples held back for validation. None means 0.05, or nothing if the function
-    makes the samples for validation too.
+    ``validation`` is the fraction of samples held back for validation. None means 0.05, or no samples if the function
+    makes the samples for validation, too.
     """
 
     make: str = like(MakeSettings, "make", resume="free")
     validation: float | None = setting(None, optional(fraction), resume="never")
 
-    #: The setting that is given, as in :class:`DataSection`.
+    #: The key that names the samples, as in :class:`DataSection`.
     kind = "make"
     table = "data"
 
 
 def names_by_name(value: Any) -> dict[str, str]:
-    """Check ``model.start_rename``, a table of names in a file and in the model; return it."""
+    """Check ``model.start_rename``, a table from parameter names in a file to names in the model; return it."""
     if not isinstance(value, dict) or not value or not all(isinstance(new, str) for new in value.values()):
         raise ValueError('must be a table of names in the file and in the model, such as {"backbone.*" = "encoder.*"}')
     return dict(value)
@@ -346,13 +346,13 @@ class ModelSection(ConfigSection):
     Attributes
     ----------
     start : str or None
-        A run's folder, a checkpoint, or a safetensors or ``.npz`` file with start values.
+        Path of the start values: a run's folder, a checkpoint, or a safetensors or ``.npz`` file.
     start_include, start_exclude : tuple of str or None
-        Patterns of the parameters that are loaded from ``start``, and of those that are not.
+        Patterns of parameter names that are loaded from ``start``, and of names that are not.
     start_rename : dict or None
-        Names in that file and their names in the model.
+        Table from parameter names in ``start`` to names in the model.
     freeze : tuple of str or None
-        Patterns of the parameters that are not trained.
+        Patterns of the names of parameters that are not trained.
     """
 
     table = "model"
@@ -364,55 +364,55 @@ class ModelSection(ConfigSection):
     freeze: tuple[str, ...] | None = setting(None, optional(many(text, least=1)), resume="never")
 
     def check_combination(self) -> None:
-        """Raise an error for settings of start values where there are none."""
+        """Raise SettingError if ``start_include``, ``start_exclude`` or ``start_rename`` is set without ``start``."""
         for key in ("start_include", "start_exclude", "start_rename"):
             if getattr(self, key) is not None and self.start is None:
                 raise self.reject(key, "needs model.start, the file with start values")
 
     @property
     def described(self) -> str:
-        """Name of the model in messages."""
+        """Name of the model for messages."""
         raise NotImplementedError
 
     @property
     def split_sizes(self) -> tuple[int, int]:
-        """Number of attention heads, which tensor groups divide, and length of sequences, which context groups cut.
+        """Number of attention heads, split by tensor groups, and length of sequences, split by context groups.
 
-        They are 1 and 0 for a model without these.
+        The numbers are 1 and 0 for a model without attention heads and sequences.
         """
         return 1, 0
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise an error if the layout cannot split the model on any number of ranks.
+        """Raise SettingError if the layout cannot split the model on any number of ranks.
 
-        ``model`` is the model that this section describes; None if it is not made yet.
+        ``model`` is the model that this section describes; None if it does not exist yet.
         """
 
     def check_data(self, data: DataSection | MadeDataSection) -> None:
-        """Raise an error if the model cannot learn from data of this kind."""
+        """Raise SettingError if the model cannot be trained on data of this kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModelSection(ModelSection):
-    """Hold the settings that all models of the library have; :class:`GptSection` and :class:`MlpSection` add theirs."""
+    """Hold the settings that :class:`GptSection` and :class:`MlpSection` have in common."""
 
     name: str = setting(MISSING, one_of("gpt", "mlp"), resume="never")
     dtype: str = setting("float32", one_of("float32", "float64"), resume="never")
 
     @property
     def described(self) -> str:
-        """Name of the model in messages, which is that in the file."""
+        """Name of the model for messages: the setting ``name``."""
         return self.name
 
     @property
     def block_count(self) -> int:
-        """Number of blocks of the model, between which a pipeline can cut it."""
+        """Number of blocks of the model, between which a pipeline can cut the model."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptSection(NamedModelSection):
-    """Hold the settings of a byte-level language model."""
+    """Hold the section ``[model]`` of a GPT, a byte-level language model."""
 
     dim: int = setting(256, whole(1))
     layers: int = setting(4, whole(1))
@@ -433,17 +433,17 @@ class GptSection(NamedModelSection):
         return self.heads, self.sequence
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise an error if there are more stages than blocks, or a tensor group's size does not divide ``heads``."""
+        """Raise SettingError if the model has fewer blocks than chunks, or a tensor group cannot split its heads."""
         parallel.check_blocks(self.block_count)
         parallel.check_heads(self.heads)
 
     def check_data(self, data: DataSection | MadeDataSection) -> None:
-        """Raise an error if the data are arrays or an HDF5 file."""
+        """Raise SettingError unless the data are text or made by a function of the user."""
         if data.kind not in ("text", "make"):
             raise rejected("data", f"data.{data.kind}", 'model.name = "gpt" learns from data.text or data.make')
 
     def check_combination(self) -> None:
-        """Raise an error if ``heads``, the number of attention heads, does not divide ``dim``."""
+        """Raise SettingError if ``heads``, the number of attention heads, does not divide ``dim``."""
         super().check_combination()
         if self.dim % self.heads:
             fit = ", ".join(str(n) for n in range(1, min(self.dim, 64) + 1) if self.dim % n == 0)
@@ -452,7 +452,7 @@ class GptSection(NamedModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSection(NamedModelSection):
-    """Hold the settings of a multi-layer perceptron, whose numbers of inputs and outputs are taken from the data."""
+    """Hold the section ``[model]`` of a multi-layer perceptron; its inputs and outputs are counted in the data."""
 
     hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
     activation: str = setting("relu", one_of("relu", "gelu", "silu", "tanh"))
@@ -460,7 +460,7 @@ class MlpSection(NamedModelSection):
     loss: str | None = setting(None, optional(one_of(*(name for losses in TASKS.values() for name in losses))))
 
     def check_combination(self) -> None:
-        """Raise an error if the loss belongs to another task."""
+        """Raise SettingError if ``loss`` is not a loss of ``task``."""
         super().check_combination()
         if self.loss is not None and self.loss not in TASKS[self.task]:
             known = ", ".join(map(shown, TASKS[self.task]))
@@ -472,28 +472,28 @@ class MlpSection(NamedModelSection):
         return len(self.hidden) + 1
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise an error if there are more stages than blocks, or a context group."""
+        """Raise SettingError if the model has fewer blocks than chunks, or if there are context groups."""
         parallel.check_blocks(self.block_count)
         if parallel.context > 1:
             raise parallel.reject("context", f"must be 1: model.name = {shown(self.name)} has no sequence to cut")
 
     def check_data(self, data: DataSection | MadeDataSection) -> None:
-        """Raise an error if the data are text."""
+        """Raise SettingError if the data are text."""
         if data.kind == "text":
             raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays, data.hdf5 or data.make')
 
 
 @dataclass(frozen=True, kw_only=True)
 class MadeModelSection(MakeSettings, ModelSection):
-    """Hold the function that makes the model, and its arguments."""
+    """Hold the section ``[model]`` that names a function of the user which makes the model, and its arguments."""
 
     @property
     def described(self) -> str:
-        """Name of the model in messages, which is that of the function."""
+        """Name of the model for messages: the setting ``make``."""
         return self.make
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise an error if the layout cannot split ``model``; without a model, nothing is known."""
+        """Raise SettingError if the layout cannot split ``model``; for None, check nothing."""
         if model is None or not parallel.splits_model:
             return
         if not isinstance(model, BlockModel):

@@ -1,14 +1,15 @@
-"""Read a configuration file and ``--set`` overrides, and load the functions of the user's that it names.
+"""Read a configuration file and ``--set`` overrides, and import the user's functions that the configuration names.
 
-:func:`read_config` and :func:`parse_config` make a :class:`~mpizero.train.config.schema.RunConfig` of a
-:class:`ConfigDocument`; errors name the key, file and line, and what is allowed. :class:`UserFunction` loads a function
-such as ``model.make = "my_model.py:make"``, and calls it.
+:func:`read_config` reads a file, and :func:`parse_config` converts a :class:`ConfigDocument` to a
+:class:`~mpizero.train.config.schema.RunConfig`; errors name the key, file and line, and what is allowed.
+:class:`UserFunction` imports and calls a function such as ``model.make = "my_model.py:make"``.
 
-[Note: modules by file] A file is loaded once in a process, as a module with a name of its own: that of the file and a
-hash of its path and content. Two files of one name do not replace each other, and a file that was changed is loaded
-again. The import system does it, so that threads wait for each other, and a module whose code raises is left out of
-``sys.modules``. Pickle, ``inspect`` and dataclasses find the module by its name. The file's folder is on ``sys.path``
-while the module is loaded, and in the ``with`` block of :func:`importable`, so that its siblings can be imported.
+[Note: modules by file] A user's file is imported once in a process, as a module whose name consists of the file's name
+and a hash of its path and content. So two files of one name do not replace each other, and a file that was changed is
+imported again. Files are imported by Python's import system, so threads wait for each other, and a module whose code
+raises is not left in ``sys.modules``. Pickle, ``inspect`` and dataclasses find the module by its name. The file's
+folder is on ``sys.path`` while the module is imported, and in the ``with`` block of :func:`importable`, so that modules
+in that folder can be imported.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ from mpizero.train.config.sections import MODELS, MakeSettings, NamedModelSectio
 
 Tables = dict[str, dict[str, Any]]
 _CONFIG_LIMIT = 1 << 20
-#: All sections; that of the ensemble is read by :mod:`mpizero.cli.train` alone.
+#: All sections of a configuration; ``[ensemble]`` is read only by :mod:`mpizero.cli.train`.
 SECTIONS = ("model", "data", "parallel", "train", "optimizer", "checkpoint", "ensemble")
 
 
 @dataclass(frozen=True)
 class ConfigDocument:
-    """Hold the path and the text of a configuration file, and the settings that replace some in it.
+    """Hold the path and the text of a configuration file, and settings that replace settings of the file.
 
     Attributes
     ----------
     name : str
         Path of the file, for error messages.
     text : str
-        The file's text, TOML.
+        Content of the file, in TOML.
     overrides : sequence of str
         Texts ``section.key=value``, each of which replaces or adds one setting. Values are TOML; a bare word is a
         string.
     values : mapping
-        Values by key, such as "optimizer.lr", which replace or add settings after all overrides: those of one member of
-        the ensemble that the text describes.
+        Settings of one member of an ensemble: values by key, such as "optimizer.lr", which replace or add settings
+        after all ``overrides``.
     """
 
     name: str
@@ -80,7 +81,7 @@ class ConfigDocument:
             raise located from error.__cause__
 
     def path_or_module(self, key: str) -> str:
-        """Return where a key such as ``train.steps`` was set: "--set", or the file's name and, if found, the line.
+        """Return where a key such as ``train.steps`` was set: "--set", "ensemble.each", or file and line if found.
 
         Not collective.
         """
@@ -112,7 +113,7 @@ def read_config(name: str) -> str:
         If the file cannot be read. The message names the file and the reason.
     """
     try:
-        with Path(name).open("rb") as file:  # bounded while it is read: what is no regular file has no size
+        with Path(name).open("rb") as file:  # the size is limited in read(): other than regular files have no size
             data = file.read(_CONFIG_LIMIT + 1)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
@@ -134,7 +135,7 @@ def parse_config(document: ConfigDocument, threads: int | None = None) -> RunCon
     document : ConfigDocument
         The TOML text with its overrides.
     threads : int, optional
-        Value of ``train.threads`` if that is neither in the text nor in an override.
+        Value of ``train.threads`` if neither the text nor an override sets it.
 
     Raises
     ------
@@ -149,7 +150,7 @@ def parse_config(document: ConfigDocument, threads: int | None = None) -> RunCon
 
 
 def tables_of(document: ConfigDocument) -> Tables:
-    """Return the tables of a configuration document, with its overrides, unchecked. Not collective."""
+    """Parse a configuration document, apply its overrides, and return the unchecked tables. Not collective."""
     try:
         tables: Tables = tomllib.loads(document.text)
     except (ValueError, RecursionError) as error:  # also for numbers of thousands of digits, and deep nesting
@@ -194,7 +195,7 @@ def _value(override: str, raw: str) -> Any:
 def config_of(tables: Tables, folder: str = ".") -> RunConfig:
     """Build a checked configuration from the tables of a TOML file, or from the result of :meth:`RunConfig.to_dict`.
 
-    Not collective. ``folder`` is that of the configuration file.
+    Not collective. ``folder`` is the folder of the configuration file.
 
     Raises
     ------
@@ -229,7 +230,7 @@ def _check_model(table: Mapping[str, Any], tables: Tables) -> None:
 
 
 def _check_name(tables: Tables, title: str, base: type[ConfigSection], default: str) -> None:
-    """Raise an error if the name in a table, which says what other keys it has, is not one of those known."""
+    """Raise SettingError if the key ``name`` of the section ``title``, such as "adamw", has an unknown value."""
     name = tables.get(title, {}).get("name", default)
     check = next(item for item in fields(base) if item.name == "name").metadata["check"]
     try:
@@ -251,7 +252,7 @@ def _section(title: str, tables: Tables) -> Any:
 
 
 def _unknown(title: str, key: str, table: Mapping[str, Any], known: Sequence[str]) -> str:
-    """Say whose the key is that a table does not have, or which of its own is the nearest."""
+    """Return a message about an unknown key: the models, optimizers or section that have it, or the nearest key."""
     named: Mapping[str, type[ConfigSection]] = MODELS if title == "model" else {}
     if title == "optimizer":
         named = {name: optimizer_section(name) for name in OPTIMIZERS}
@@ -270,16 +271,16 @@ _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
 
 @dataclass(frozen=True)
 class UserFunction:
-    """Describe a function of the user's by the setting that names it.
+    """Import and call a function of the user that ``model.make`` or ``data.make`` names.
 
     Attributes
     ----------
     section : str
         The section with the setting ``make``: "model" or "data".
     make : str
-        ``"FILE.py:FUNCTION"`` or ``"PACKAGE.MODULE:FUNCTION"``.
+        Value of the setting: ``"FILE.py:FUNCTION"`` or ``"PACKAGE.MODULE:FUNCTION"``.
     folder : Path
-        The folder where a relative path of the file starts.
+        The folder to which a path in ``make`` is relative.
     """
 
     section: str
@@ -288,12 +289,12 @@ class UserFunction:
 
     @property
     def key(self) -> str:
-        """Name of the setting."""
+        """Key of the setting: "model.make" or "data.make"."""
         return f"{self.section}.make"
 
     @property
     def path_or_module(self) -> str:
-        """The file or module, as the setting names it."""
+        """The path of the file, or the name of the module, as in ``make``."""
         return self.make.rpartition(":")[0].strip()
 
     @property
@@ -306,11 +307,11 @@ class UserFunction:
         return self.folder / path if path.suffix == ".py" or path.name != self.path_or_module else None
 
     def reject(self, message: str) -> SettingError:
-        """Return the error about this setting; ``message`` says what is wrong, or what is allowed."""
+        """Return a SettingError about this setting; ``message`` says what is wrong, or what is allowed."""
         return rejected(self.key, self.make, message)
 
     def load(self) -> Callable[..., Any]:
-        """Return the function, whose module is loaded if it is not yet. Not collective.
+        """Import the module of the function if needed, and return the function. Not collective.
 
         Raises
         ------
@@ -333,14 +334,15 @@ class UserFunction:
     def call(self, arguments: Mapping[str, Any], offered: Mapping[str, Callable[[], Any]]) -> Any:
         """Call the function with keyword arguments, and return what it returns. Not collective.
 
-        ``arguments`` are the section's keys. ``offered`` has functions that return further arguments by name. Each is
-        called, and its value passed, if the function has a parameter of that name and the section no such key.
+        ``arguments`` are the section's keys and values. ``offered`` maps names of further arguments to functions that
+        return their values; such a value is passed if the user's function has a parameter of that name, and
+        ``arguments`` does not.
 
         Raises
         ------
         SettingError
             If the function does not take the arguments, needs others, or raises an error. The message names the key,
-            and the line of the function that raised.
+            and the line of code that raised the error.
         """
         function = self.load()
         takes = self._check_arguments(function, arguments, offered)
@@ -356,7 +358,7 @@ class UserFunction:
     def _check_arguments(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], offered: Mapping[str, Any]
     ) -> list[str]:
-        """Return the names of the function's parameters, or raise an error if it cannot take the arguments."""
+        """Return the names of the function's parameters, or raise SettingError if it cannot take the arguments."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # of compiled code
@@ -435,7 +437,7 @@ class UserFunction:
 
 @contextmanager
 def importable(*functions: UserFunction) -> Iterator[None]:
-    """Keep the folders of the functions' files at the beginning of ``sys.path`` during a ``with`` block."""
+    """Insert the folders of the functions' files at the beginning of ``sys.path`` for a ``with`` block."""
     folders = [str(function.folder if function.file is None else function.file.parent) for function in functions]
     sys.path[:0] = folders
     try:
@@ -447,28 +449,28 @@ def importable(*functions: UserFunction) -> Iterator[None]:
 
 
 class _UncachedLoader(SourceFileLoader):
-    """Load a module from its source, without a file of byte code: one could be that of an earlier content."""
+    """Load a module from its source file; ignore cached byte code, which could be that of earlier source code."""
 
     def path_stats(self, path: Any) -> Any:
-        """Raise OSError, by which the import system learns that there is no byte code."""
+        """Raise OSError, which tells the import system that there is no cached byte code."""
         raise OSError(path)
 
 
 class _Finder:
-    """Find one file as a module with a given name."""
+    """Let the import system import one file as a module with a given name."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return how to load the file if ``name`` is its module's, else None. Not collective."""
+        """Return the module's spec if ``name`` is its name, else None. Not collective."""
         if name != self.name:
             return None
         return spec_from_file_location(name, self.path, loader=_UncachedLoader(name, str(self.path)))
 
 
 def _loaded(path: Path) -> ModuleType:
-    """Return the module of a file; load it if it is not loaded yet ([Note: modules by file])."""
+    """Return the module of a file; import the file if it is not imported yet ([Note: modules by file])."""
     digest = hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()
     name = f"{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest[:12]}"
     if name not in sys.modules:
@@ -482,9 +484,9 @@ def _loaded(path: Path) -> ModuleType:
 
 
 def _forget_siblings_of_others(folder: Path) -> None:
-    """Remove modules from ``sys.modules`` that another folder's file has imported, and this folder has under that name.
+    """Remove user modules of other folders from ``sys.modules`` if ``folder`` has files of the same names.
 
-    Otherwise ``import helper`` would give this folder's files the helper of the other one.
+    Otherwise ``import helper`` in a file of ``folder`` would return the module ``helper`` of another folder.
     """
     for path in folder.glob("*.py"):
         known = getattr(sys.modules.get(path.stem), "__file__", None)
