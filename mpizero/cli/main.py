@@ -1,7 +1,8 @@
 """Run the command line: ``python -m mpizero COMMAND``.
 
-Every command imports what it needs when it runs: importing NumPy, MPI and the others takes about a second, for which
-help and completion would wait, and in which ``mpizero train`` would not yet catch a scheduler's stop signals.
+Every command imports the libraries that it needs when it runs: importing MPI, Numba and the others takes about a
+second, for which help and completion would wait, and in which ``mpizero train`` would not yet catch a scheduler's stop
+signals.
 """
 
 from __future__ import annotations

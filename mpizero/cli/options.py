@@ -1,8 +1,8 @@
 """Define the options of the command line: those that several commands share, and those of the longer commands.
 
 The ``add_`` functions of this file only define options; the function ``run``, their argument, executes the command. So
-the parser is made without importing NumPy or MPI. ``cli/commands.py`` defines the short commands, with the functions
-that execute them, and ``cli/bench.py`` the benchmarks.
+the parser is made without importing MPI, Numba or HDF5. ``cli/commands.py`` defines the short commands, with the
+functions that execute them, and ``cli/bench.py`` the benchmarks.
 """
 
 from __future__ import annotations

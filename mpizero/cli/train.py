@@ -68,8 +68,8 @@ def train(
     overridden : sequence of str
         Keys of settings that change the result, in which this run may differ from the run that it resumes.
     context : JobContext, optional
-        Signals that the caller catches already, and the start time of the command. None: this function catches
-        signals itself.
+        Signals that the caller catches already, and the start time of the command. If it is None, this function
+        catches signals itself.
 
     Returns
     -------
@@ -114,7 +114,7 @@ class EnsembleSettings:
     members : int
         Number of members.
     on_failure : str
-        "end" or "continue", see :func:`run_members`.
+        Whether other members "end" or "continue" after a member has failed, see :func:`run_members`.
     each : dict
         Lists of values by setting, such as "optimizer.lr"; member k takes the k-th value.
     """

@@ -212,8 +212,8 @@ def parallel_assert(comm: Communicator, condition: object, message: str = "") ->
     Raises
     ------
     AssertionError
-        On every rank, if ``condition`` is false on any rank. The error names the ranks where it is false, each with
-        its ``message``.
+        On every rank, if ``condition`` is false on any rank. The error names the ranks where ``condition`` is false,
+        each with its ``message``.
 
     Examples
     --------
@@ -247,8 +247,9 @@ def assert_same_as_serial(
     """Assert that a function, a model or a layer computes the same bits on several ranks as on one.
 
     Collective over ``comm``. *A function*: the test calls ``function(comm)`` on every rank, and compares the return
-    value with that for a communicator of one rank. It may be a number, a string, an array, or nested mappings, lists
-    and tuples of these. Arrays are compared by dtype, shape and bytes, so NaN equals itself and 0.0 differs from -0.0.
+    value with that for a communicator of one rank. The value may be a number, a string, an array, or nested mappings,
+    lists and tuples of these. Arrays are compared by dtype, shape and bytes, so NaN equals itself and 0.0 differs from
+    -0.0.
 
     *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first one process computes
     all tiles of each block. The joined results are compared with those of the whole block, within rounding. Results

@@ -198,8 +198,8 @@ def _ends(request: Request, patience: float) -> bool:
 def _show_summary(item: pytest.Item, report: pytest.TestReport) -> bool:
     """Print pytest's failures and summary now; return False if pytest has no terminal reporter.
 
-    Pytest would print them at the end of the session, but the job is aborted before, without a teardown of fixtures,
-    which might wait for other ranks.
+    Pytest would print the failures at the end of the session, but the job is aborted before, without a teardown of
+    fixtures, which might wait for other ranks.
     """
     config = item.config
     _uncapture(config)

@@ -259,7 +259,7 @@ class CallbackRounds:
         self._wanted = self._wanted or str(reason) or "a callback"
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call the method ``hook`` of all callbacks that have it, with ``arguments``. Collective if any has it.
+        """Call the method ``hook`` of all callbacks that have it, with ``arguments``. Collective if there are any.
 
         Raises
         ------
@@ -279,9 +279,10 @@ class CallbackRounds:
             self.reason, self._wanted = self.reason or f"{reason} (a callback on rank {rank})", ""
 
     def saved_state(self) -> dict[str, Any]:
-        """Return the states of rank 0's callbacks by name. Collective if there are callbacks; errors as :meth:`call`.
+        """Return the states of rank 0's callbacks by name. Collective if there are callbacks.
 
-        Rank 0's states are saved, because rank 0 is where callbacks usually write logs.
+        The states of rank 0 are saved, because callbacks usually write logs on rank 0. Errors of a callback are raised
+        as by :meth:`call`.
         """
         if not self._callbacks:
             return {}
@@ -299,7 +300,7 @@ class CallbackRounds:
         return self._agreed("the callbacks' load_state_dict", lambda: restore_state(self._callbacks, saved))[0]
 
     def _agreed(self, what: str, call: Callable[[], T]) -> tuple[T, Array]:
-        """Return the result of ``call()``, and for each rank whether it requests a stop; errors as :meth:`call`."""
+        """Return the result of ``call()``, and for each rank whether it requests a stop. Collective."""
         try:
             result = call()
         except Exception as error:  # the report about a mismatch then shows it

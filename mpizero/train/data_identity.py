@@ -65,10 +65,11 @@ def contents(source: Source) -> dict[str, Any]:
 
     Not collective.
 
-    [Note: compared samples] 64 samples are read in any case. Their number is then doubled as long as reading is likely
-    to take less than :data:`COMPARED_SECONDS`, up to all samples if there are few. A hash is stored for each of these
-    numbers, because another machine may read more or fewer samples. Positions are multiples of the golden ratio: any
-    number of them is spread over all samples, and they do not coincide with a period of the data.
+    [Note: compared samples] 64 samples are read in any case. The number of samples is then doubled as long as reading
+    is likely to take less than :data:`COMPARED_SECONDS`, up to all samples if there are few. A hash is stored for each
+    number of samples, because another machine may read more or fewer. The positions of samples are multiples of the
+    golden ratio: any number of them is spread over the whole source, and they do not coincide with a period of the
+    data.
     """
     started, length = time.perf_counter(), len(source)
     digest, hashes, done, most = hashlib.sha256(), dict[str, str](), 0, min(length, COMPARED_SAMPLES)
@@ -86,7 +87,7 @@ def contents(source: Source) -> dict[str, Any]:
 
 
 def _add(digest: Any, source: Source, positions: Any) -> int:
-    """Add samples to a digest; return their number of bytes."""
+    """Add the samples at ``positions`` to a hash; return their number of bytes."""
     tree = SampleTree.of(**dict(zip("xy", source.samples(positions), strict=True)))
     for leaf in tree.leaves:
         digest.update(np.ascontiguousarray(leaf).tobytes())

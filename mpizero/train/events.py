@@ -247,7 +247,7 @@ class SessionStart(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryCount(RunEvent):
-    """Hold the memory of every rank after the first step of a session.
+    """Hold the memory in use on every rank after the first step of a session.
 
     Attributes
     ----------
@@ -377,7 +377,7 @@ class CheckpointWrite(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class SkippedStep(RunEvent):
-    """Describe why a step was skipped. The message is in the metrics of the step, or in :class:`SessionEnd`.
+    """Describe why a step was skipped; the message about it is in the step's metrics, or in :class:`SessionEnd`.
 
     Attributes
     ----------

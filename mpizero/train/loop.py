@@ -136,7 +136,7 @@ def run_session(
 
 
 def _check_best(setup: RunSetup) -> None:
-    """Raise SettingError if ``best`` or ``patience`` is set without validation samples, or ``best`` is no metric."""
+    """Raise SettingError if ``best`` or ``patience`` has no validation samples, or ``best`` is not a metric's name."""
     best = setup.checkpoints.best
     for key, value in (("checkpoint.best", best), ("train.patience", setup.loop.patience)):
         if value is not None and not (setup.validation is not None and len(setup.validation)):
@@ -574,9 +574,9 @@ class NumberWatch:
     def see(self, step: int, report: StepReport, batch: tuple[Any, Any]) -> dict[str, Any]:
         """Check a step; return a dict with the reason if it was skipped, or a message about a jump of the loss.
 
-        ``batch`` holds the samples of this rank. If the step was skipped, they are written to the run's folder, and the
-        call is collective over the run's ranks. Samples are not written if only the loss scale was too high, or if the
-        run trains by a full-batch method, whose steps all have the same samples.
+        ``batch`` holds the samples of this rank. If the step was skipped, these samples are written to the run's
+        folder, and the call is collective over the run's ranks. Samples are not written if only the loss scale was too
+        high, or if the run trains by a full-batch method, whose steps all have the same samples.
 
         Raises
         ------

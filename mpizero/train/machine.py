@@ -296,7 +296,7 @@ def proportional(pid: int | str = "self") -> int:
 def peak_growth() -> Iterator[list[int]]:
     """Measure the largest growth of the resident size during a ``with`` block; yield a list with one number.
 
-    After the block the number is that growth in bytes. Not collective. If the kernel does not let a process reset its
+    After the block, this number is the growth in bytes. Not collective. If the kernel does not let a process reset its
     peak (``/proc/self/clear_refs``), the peak since the start of the process is used instead.
     """
     grown = [0]
@@ -314,7 +314,7 @@ def peak_growth() -> Iterator[list[int]]:
 def proportional_growth(every: float = 0.002) -> Iterator[list[int]]:
     """Measure the largest growth of :func:`proportional` during a ``with`` block; yield a list with one number.
 
-    After the block the number is that growth in bytes. Not collective. The kernel records no peak of the proportional
+    After the block, this number is the growth in bytes. Not collective. The kernel records no peak of the proportional
     set size, so a thread reads the size every ``every`` seconds.
     """
     grown, done = [0], threading.Event()

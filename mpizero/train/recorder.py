@@ -61,7 +61,7 @@ APART, MOST_TRACED = 100, 20
 class RunRecorder:
     """Record the events of one session (one start or resume) of a run; rank 0 writes them.
 
-    Methods are collective over the run's ranks unless they say otherwise. If an event cannot be written, they raise
+    Methods are collective over the run's ranks unless they say otherwise. If an event cannot be written, methods raise
     RunFolderError on rank 0, and RemoteError on the other ranks.
 
     Parameters
@@ -424,7 +424,7 @@ class SessionPlan:
         )
 
     def memory(self, rank: int) -> tuple[dict[str, int], dict[str, int], str]:
-        """Return planned bytes by name on a rank's host and on its GPU, and why there is no plan ("" if there is)."""
+        """Return planned bytes by name on a rank's host and GPU, and an error message if there is no plan, else ""."""
         try:
             host, device = self._training.allocated(rank)
         except Exception as error:  # of a model that a plan cannot read: no reason not to train it

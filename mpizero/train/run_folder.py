@@ -390,7 +390,7 @@ class SavedRun:
     Attributes
     ----------
     step : int
-        Number of steps done. Multiplied by the global batch size, it is the number of samples consumed.
+        Number of steps done; times the global batch, this is the number of samples consumed.
     state : RunState
         The part of the state that changes from step to step.
     config : dict
@@ -477,7 +477,7 @@ def restore(
         difference.
     CheckpointError
         If there is no checkpoint of ``step``, or it cannot be loaded. If ``step`` is None: a newer checkpoint cannot be
-        opened, or all checkpoints are damaged. The message names these checkpoints, and says what to do.
+        opened, or all checkpoints are damaged. The message names the checkpoints, and says what to do.
     """
     checkpoints = checkpoint.list_steps(folder.checkpoints, comm)
     if step is not None:
@@ -745,7 +745,7 @@ class Saver:
     def discard(self) -> None:
         """Cancel the pending asynchronous save, if there is one, and remove its files. Not collective.
 
-        Called when an error ends the run. Otherwise the model's next save, maybe of another run, would commit it.
+        Called when an error ends the run, because the model's next save, maybe of another run, would commit this one.
         """
         pending, self._pending = self._pending, None
         if pending is not None:

@@ -116,8 +116,8 @@ class RunSetup:
     shows_progress : bool
         Whether rank 0 shows progress and messages.
     begin : callable or None
-        Called on all ranks before the first step of a run that does not resume, to load start values. It returns a
-        message for the user.
+        Function that is called on all ranks before the first step of a run that does not resume, to load start values,
+        and that returns a message for the user.
     """
 
     model: Any
@@ -339,14 +339,14 @@ class Improvement:
 
     @property
     def reason(self) -> str:
-        """Message that there was no improvement, for a run that ends because it is :attr:`exhausted`."""
+        """Message that the metric has not improved, for a run that ends because of :attr:`exhausted`."""
         best = "no value was finite" if self.value is None else f"best {self.value:.6g} after step {self.step}"
         return f"no improvement of {self.name} in {self.stalled} validations ({best})"
 
     def see(self, step: int, metrics: Mapping[str, float | None]) -> bool:
         """Record the metrics of a validation after ``step``; return True if the followed metric is the best so far.
 
-        Not collective. A value that is not finite, which is None, is no improvement.
+        Not collective. A metric that is None, because it was not finite, is no improvement.
 
         Raises
         ------

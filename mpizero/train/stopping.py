@@ -6,8 +6,8 @@ user creates to make the run save its state and end. By :class:`StopRequests` al
 whether to stop because a rank has got one of these requests. :func:`requeue` puts a Slurm job into the queue again,
 unless :func:`why_not_again` returns a reason not to.
 
-The command line catches signals before it imports the libraries of a training, which takes a second. So this module
-imports none of them except NumPy when it is imported itself.
+The command line catches signals before it imports MPI, Numba and other libraries, which takes a second. So this module
+does not import them.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StopSignals(AbstractContextManager["StopSignals"]):
         self._previous.clear()
 
     def reason(self, rank: int) -> str:
-        """Return the reason to stop, such as "SIGTERM on rank 3"; "" if no signal was caught. ``rank`` is this rank."""
+        """Return the reason to stop on this rank, ``rank``, such as "SIGTERM on rank 3"; "" if no signal was caught."""
         return f"{self.name} on rank {rank}" if self.name else ""
 
     def ignore(self) -> None:
@@ -111,7 +111,7 @@ def _restore(number: int, handler: Handler) -> None:
 
 
 def _is_taken(number: signal.Signals) -> bool:
-    """Return whether the program itself handles SIGUSR2, in Python or in C (as ``faulthandler`` does)."""
+    """Return whether ``number`` is SIGUSR2, and the program handles it in Python, or in C as ``faulthandler`` does."""
     if number not in _LEFT_ALONE or signal.getsignal(number) is not signal.SIG_DFL:
         return number in _LEFT_ALONE
     try:
@@ -361,7 +361,7 @@ class StopFile:
     path : Path
         The file. Its content does not matter.
     clock : callable, optional
-        Returns the seconds of a monotonic clock.
+        Function that returns the seconds of a monotonic clock.
     report : callable, optional
         Function that is called with a message when the check fails for the first time; training continues.
     """

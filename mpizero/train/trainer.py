@@ -147,7 +147,7 @@ def check_sharded(model: Model, arguments: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments:
-    """Hold the arguments of :class:`Trainer`, which describes them."""
+    """Hold the arguments of :class:`Trainer`, where they are described."""
 
     model: Any
     source: Any
@@ -541,8 +541,8 @@ class Trainer:
     def _unless_signalled(self, result: TrainingResult, signals: StopSignals) -> TrainingResult | Preempted:
         """Return the result of a complete run, but a :class:`Preempted` if a rank got a stop signal near its end.
 
-        Otherwise a program that the signal has asked to end would continue. Collective; signals are not caught any
-        more.
+        A result would let the program continue, though the signal has asked it to end. Collective; signals are not
+        caught any more.
         """
         reasons = self._setup.comm.allgather_object(signals.reason(self.rank), "late signals")
         reason = next(filter(None, reasons), "")

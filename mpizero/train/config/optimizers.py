@@ -117,7 +117,7 @@ class VectorMethodSection(OptimizerSection):
 
 @cache
 def optimizer_section(name: str) -> type[OptimizerSection]:
-    """Return the class of the section ``[optimizer]`` whose setting ``name`` is ``name``. Not collective."""
+    """Return the class of the section ``[optimizer]`` for the optimizer ``name``, such as "adamw". Not collective."""
     kind = getattr(optim, OPTIMIZERS[name])
     settings: dict[str, Any] = {item.name: like(kind, item.name) for item in fields(kind) if "check" in item.metadata}
     settings.pop("exact", None)  # of NewtonCG, only for mpizero.minimize

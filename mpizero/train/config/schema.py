@@ -94,7 +94,7 @@ LENGTH = "optimizer.schedule_steps"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection(ComputeSettings, LoopSection):
-    """Hold the section ``[train]``: settings of the training loop, and those of computation that a Config has."""
+    """Hold the section ``[train]``: settings of the training loop, and of :class:`~mpizero.Config` for computation."""
 
     check_every: int = like(ComputeSettings, "check_every", default=50)
     timeout: float = like(Mesh, "timeout")
@@ -146,8 +146,8 @@ class CheckpointSection(ConfigSection):
 class RunConfig:
     """Hold a whole configuration; the constructor checks that its sections do not contradict each other.
 
-    ``folder`` is the folder of the configuration file, to which paths in ``model.make`` and ``data.make`` are relative.
-    It is not a setting.
+    ``folder``, which is not a setting, is the folder of the configuration file. Paths in ``model.make`` and
+    ``data.make`` are relative to this folder.
     """
 
     model: ModelSection
@@ -199,7 +199,7 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 
 def section_kind(title: str, tables: Tables) -> type[ConfigSection]:
-    """Return the class of the section ``title``, which its key ``name`` or ``make`` selects where there are several.
+    """Return the class of the section ``title``; keys such as ``model.name`` and ``data.make`` select among several.
 
     Not collective. For an unknown section, the class has no settings.
     """
@@ -255,7 +255,7 @@ def mathematics(config: Tables) -> dict[str, Any]:
     }
 
 
-#: Settings on which it depends which other settings a section has.
+#: Settings that determine which other settings a section has.
 _NAMES = ("model.name", "model.make", "optimizer.name")
 
 
@@ -263,7 +263,7 @@ def changes(saved: Tables, wanted: Tables) -> dict[str, tuple[Any, Any]]:
     """Return, by key, the two values of each setting in which two configurations differ and that changes results.
 
     Both arguments are results of :meth:`RunConfig.to_dict`. A setting that a configuration lacks has the value None.
-    Names of models and optimizers come first, because it depends on them which other settings there are.
+    Names of models and optimizers come first, because they determine which other settings exist.
     """
     before, now = mathematics(saved), mathematics(wanted)
     keys = sorted(before.keys() | now.keys(), key=lambda key: (key not in _NAMES, key))

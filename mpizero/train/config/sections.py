@@ -452,7 +452,7 @@ class GptSection(NamedModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSection(NamedModelSection):
-    """Hold the section ``[model]`` of a multi-layer perceptron; its inputs and outputs are counted in the data."""
+    """Hold the section ``[model]`` of a multi-layer perceptron; its input and output sizes are taken from the data."""
 
     hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
     activation: str = setting("relu", one_of("relu", "gelu", "silu", "tanh"))
