@@ -1,1 +1,1 @@
-"""Look at training from outside: plan, bench, verify, check models, report; training itself imports nothing of it."""
+"""Plan, measure, verify and report trainings, and check models; the training code imports nothing from this package."""

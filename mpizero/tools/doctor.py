@@ -1,9 +1,9 @@
 """Try out whether this machine has what training needs, and say how to correct problems.
 
-Each check is a function that returns a :class:`CheckResult`. Those of :data:`CHECKS` try libraries and hardware, those
-of :data:`LAUNCH_CHECKS` compare ranks, nodes and threads with what the launcher and Slurm have set in the environment.
-:func:`examine` runs all of them, and :func:`report` formats what they have found. :func:`bug_report` does so for a
-report of a fault: one block to copy, without names of persons.
+Each check is a function that returns a :class:`CheckResult`. The checks in :data:`CHECKS` try libraries and hardware.
+The checks in :data:`LAUNCH_CHECKS` compare ranks, nodes and threads with the environment variables of the launcher and
+Slurm. :func:`examine` runs all checks, and :func:`report` formats their results. :func:`bug_report` formats them for a
+bug report, as one block of text to copy, without user names.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_memory(comm: Communicator, threads: int) -> CheckResult:
-    """Report how much memory the job may take on the node where that is least. Collective over ``comm``."""
+    """Report how much memory the job may use, on the node that allows least. Collective over ``comm``."""
     local = (available_memory(), memory_of_node(), os.uname().nodename)
     known = [(least, total, host) for least, total, host in comm.allgather_object(local) if least is not None]
     if not known:
@@ -285,7 +285,7 @@ def check_gpu(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_torch(comm: Communicator, threads: int) -> CheckResult:
-    """Report the installed PyTorch, and whether nodes without a GPU carry one for CUDA. Collective over ``comm``."""
+    """Report the installed PyTorch; warn if it is built for CUDA but no node has a GPU. Collective over ``comm``."""
     every = comm.allgather_object((*machine.torch_build(), machine.gpus()[0]))
     if wrong := difference([version or "none" for version, _, _ in every]):
         return CheckResult("torch", "warn", wrong, "install the same PyTorch on every node: others give other bits")
@@ -370,8 +370,8 @@ _REMEDY = "36"
 def report(results: Sequence[CheckResult], *, colour: bool = False) -> str:
     """Format the results as text for people.
 
-    Not collective. With ``colour``, statuses and remedies are wrapped in escape sequences for terminals; the text
-    without these is the same.
+    Not collective. With ``colour``, statuses and remedies are wrapped in escape sequences for terminals; the text is
+    otherwise unchanged.
     """
     lines = []
     for result in results:
@@ -410,8 +410,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|URI", re.IGNORECASE)
 def bug_report(comm: Communicator | None, results: Sequence[CheckResult], environment: Mapping[str, str]) -> str:
     """Return a fenced block of Markdown with the machine, the settings and the results.
 
-    Collective over ``comm``; None stands for a process whose MPI does not see the others. Home folders, user names and
-    host names are replaced. Of the environment only variables are shown that are known to be settings.
+    Collective over ``comm``, which is None if MPI does not see the job's other processes. Home folders, user names and
+    host names are replaced. Only environment variables that are known settings are shown.
     """
     hosts = [machine.host()] if comm is None else comm.allgather_object(machine.host())
     nodes = list(dict.fromkeys(hosts))
@@ -446,7 +446,7 @@ def _listed_settings(environment: Mapping[str, str], wanted: re.Pattern[str]) ->
 
 
 def _replacements(nodes: Sequence[str], environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield what is replaced, as a pattern, and by what: homes first, for they contain names of users."""
+    """Yield pairs of a pattern and its replacement: home folders first, because they contain user names."""
     users = {environment.get(name, "") for name in ("USER", "LOGNAME", "SLURM_JOB_USER")}
     homes = {environment.get("HOME", "").rstrip("/")}
     with suppress(KeyError):  # in a container, the user may have no entry

@@ -1,7 +1,7 @@
 """Run the members of an ensemble on groups of ranks of one job, or one member in a job of its own.
 
 :func:`run_members` calls a function for every :class:`Member`, and writes the outcome of each into its folder.
-:func:`summarize_members` makes one summary of all, also of members that have run in many jobs.
+:func:`summarize_members` writes one summary of all members, also if they have run in different jobs.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def run_members(
     members : int
         Number of members.
     comm : mpi4py communicator, Communicator, "self" or None
-        The ranks; None is all ranks that the launcher has started.
+        The ranks to divide among the members; None means all ranks that the launcher has started.
     run : path
         Folder of the ensemble; all ranks see it.
     on_failure : {"end", "continue"}
         What an exception on all ranks of a member does: "end" ends the job at once; with "continue" it is printed, the
         ranks of the member wait for the others, and then all ranks raise MemberError.
     only : int or None
-        Run this member alone, on all ranks. So members can be jobs of their own with one summary.
+        Run only the member with this number, on all ranks. So each member can be a separate job, with one summary.
 
     Returns
     -------
@@ -100,9 +100,9 @@ def run_members(
     MemberError
         With "continue", on every rank, if a member has failed.
     Preempted
-        On every rank, when all have ended, if a member was asked to stop; called again, a member may resume.
+        On every rank, after all members have ended, if one was asked to stop; a second call may resume it.
     ConfigError
-        On every rank, if the ranks cannot be divided, or an argument is not allowed.
+        On every rank, if the ranks cannot be divided evenly, or an argument is not allowed.
 
     Examples
     --------
@@ -195,7 +195,7 @@ _PAUSE = 0.05
 
 
 def _wait_for_all(world: Communicator) -> None:
-    """Wait until all members have ended, however long they train; no call lasts, so no timeout counts the wait."""
+    """Poll until all members have ended. No single MPI call lasts long, so no timeout limits the training."""
     request = world.ibarrier("members")
     while not request.test():
         time.sleep(_PAUSE)
@@ -222,14 +222,14 @@ def summarize_members(run: str | Path, members: int | None = None) -> dict[str, 
     run : path
         Folder of the ensemble.
     members : int or None
-        Number of members; None counts up to the last one that has a folder.
+        Number of members; None means all up to the last one that has a folder.
 
     Returns
     -------
     dict
         "members": one dictionary each, with "member", "status" ("complete", "failed" or "unfinished") and "result" or
         "error". "counts": the number of members of each status. "figures": for each number in the results of all
-        complete members, its "mean", "deviation" (of the members, divisor n), "least" and "largest".
+        complete members, its "mean", "deviation" (standard deviation, divisor n), "least" and "largest".
 
     Raises
     ------

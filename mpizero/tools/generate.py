@@ -1,7 +1,7 @@
 """Generate text with a language model from a checkpoint, byte by byte, for ``mpizero generate``.
 
-:func:`open_language_model` loads the model, on one rank or split over several, and :func:`write` writes what
-:func:`generate` chooses. All ranks compute the logits, and go on with the byte that rank 0 has chosen.
+:func:`open_language_model` loads the model, on one rank or split over several, and :func:`write` prints the bytes that
+:func:`generate` yields. All ranks compute the logits, and append the byte that rank 0 has chosen.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Sampling:
         check_option("--seed", self.seed, whole())
 
     def choose(self, logits: Array, random: np.random.Generator) -> int:
-        """Choose the next byte at random by ``logits``, one number for each byte, and return it. Not collective."""
+        """Sample the next byte from ``logits``, which has one number for each byte, and return it. Not collective."""
         if self.temperature == 0:
             return int(np.argmax(logits))
         scaled = logits.astype(np.float64) / self.temperature
@@ -111,7 +111,7 @@ class FirstRankWriter:
         self.failure: OSError | None = None
 
     def agree(self, index: int) -> int:
-        """Return on all ranks rank 0's ``index``, the byte chosen; -1 once rank 0 cannot write. Collective."""
+        """Return rank 0's ``index``, the byte it chose, on all ranks; -1 once rank 0 cannot write. Collective."""
         message = np.array([-1 if self.failure is not None else index], np.int64)
         self.comm.broadcast(message, 0, "generate")
         return int(message[0])

@@ -30,21 +30,21 @@ class Kind:
     Attributes
     ----------
     summary : str
-        What it is, for a list of all kinds.
+        Short description, for a list of all kinds.
     about : str
-        The first paragraph of its README.
+        First paragraph of the project's README.
     needs : str
-        What it needs beside that, for its README; "" for nothing.
+        Text for the README that names requirements besides mpizero, pytest and matplotlib; "" if there are none.
     files : mapping of str to (str, str)
-        By the name of a file of its own: the template's path, and what the README says of the file.
+        For each file of only this kind of project, by name: path of its template, and its description in the README.
     layouts : str
-        Layouts that its test compares.
+        Parallel layouts that the project's test compares.
     build : str
-        The command that compiles it; "" if there is none.
+        Command that compiles the project's program; "" if there is none.
     more : int
-        Number of steps after which a resumed run might end.
+        Total number of steps in the README's example of resuming a run.
     module, program : str
-        A Python module and a program without which it does not run; "" if there is none.
+        Python module and program that the project needs; "" if it needs none.
     """
 
     summary: str
@@ -65,7 +65,7 @@ _NETWORK = "the network; yours goes here"
 def _files(kind: str, model: str, *, network: bool = False) -> dict[str, tuple[str, str]]:
     """Return the files of a project whose model the README describes as ``model``.
 
-    Networks have settings, data and test in common: they tell points on spirals apart.
+    Projects with a ``network`` share settings, data and test: they classify points on spirals.
     """
     settings, data, test = (
         ("common/network.toml", "common/spirals.py", "common/test_network.py")
@@ -140,7 +140,7 @@ FIRST_COMMANDS = ("python -m pytest -q", "python -m mpizero train config.toml")
 
 
 class _Template(string.Template):
-    """Replace ``%%name``: shell scripts are full of ``$``."""
+    """Substitute ``%%name`` in place of ``$name``, because shell scripts are full of ``$``."""
 
     delimiter = "%%"
 
@@ -148,12 +148,12 @@ class _Template(string.Template):
 def new_project(folder: str | Path, kind: str) -> Path:
     """Write a project of the kind named ``kind`` into ``folder``, which must be new or empty; return its path.
 
-    Nothing is left behind if that fails. Not collective.
+    Files are written to a temporary folder first, which is removed if writing fails. Not collective.
 
     Raises
     ------
     ConfigError
-        If there is no such kind, or something is in the folder.
+        If there is no such kind, or the folder is not empty.
     OSError
         If the folder cannot be written.
     """
@@ -222,12 +222,12 @@ def _filled(path: str, words: dict[str, str]) -> str:
 
 
 def choices() -> str:
-    """Return the names of the kinds, and where they are described, in words for an error."""
+    """Return a phrase for error messages: the names of all kinds, and the command that describes them."""
     return f"there are {', '.join(KINDS)} (mpizero new --help describes them)"
 
 
 def listed() -> str:
-    """Return a line for each kind."""
+    """Return lines of text with the name and the summary of each kind of project."""
     width = max(map(len, KINDS))
     return "\n".join(f"  {name:<{width}}  {kind.summary}" for name, kind in KINDS.items())
 

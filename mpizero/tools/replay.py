@@ -1,6 +1,6 @@
 """Implement ``mpizero replay``: evaluate the samples of a bad step again, in one process, with saved parameters.
 
-A bad step is one that training skipped because a gradient was not finite; its samples were kept in a folder.
+A bad step is a step that training skipped because a gradient was not finite, and whose samples it saved in a folder.
 :func:`replay` evaluates them, :func:`report` and :func:`as_json` format the :class:`ReplayedStep`.
 """
 
@@ -43,7 +43,7 @@ class ReplayedStep:
     parameters : str
         Text that says where the parameters came from.
     replays : list of Replay
-        Results for the samples that were kept, one for each micro-batch.
+        Results for the saved samples, one for each micro-batch.
     """
 
     step: BadStep

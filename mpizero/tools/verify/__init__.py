@@ -1,1 +1,1 @@
-"""Run one training on several layouts, and name the first number that differs, its place and its probable cause."""
+"""Run one training on several layouts; report the first number that differs, its location and probable cause."""

@@ -108,7 +108,7 @@ def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) 
 def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
     """Return the layouts to compare, and check that the model fits them.
 
-    Not collective. ``model`` is the configuration's. ``named`` is the option ``--layouts``. If it is None, the
+    Not collective. ``model`` is the model of ``config``. ``named`` is the option ``--layouts``. If it is None, the
     configuration's layout and the default layouts for ``ranks`` ranks are compared. ``ranks`` is the option
     ``--ranks``; None means the ranks of the job, or 2 threads.
 
@@ -144,7 +144,7 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
 
 
 def _configured_layout(config: RunConfig, ranks: int) -> list[Layout]:
-    """Return the layout in the configuration, for ``ranks`` ranks; none if it does not fit that number of ranks."""
+    """Return a list with the configuration's layout for ``ranks`` ranks; empty if it does not fit that number."""
     try:
         return [Layout(replace(config.parallel, data=config.parallel.axes_of(ranks).data))]
     except ConfigError:

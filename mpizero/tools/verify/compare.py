@@ -1,16 +1,16 @@
 """Run a training on several layouts, as threads or on the ranks of a communicator, and compare it with one process.
 
 :class:`Vectors` compares a quantity of the whole model, such as the gradient, and locates the first element that
-differs; that is not collective. :class:`ObservedTraining` runs one of the trainings, and returns what its steps
-compute. :class:`TrainingPair` compares a layout with one process step by step, and explains the first difference.
-:func:`compare_layouts` compares every layout. It first trains in one process alone, whose numbers and hashes a
-:class:`ReferenceTrace` keeps. A :class:`LayoutComparison` compares a layout with them, and makes a pair of trainings
-only to explain a difference, or where the layout rounds otherwise than one process.
+differs, without communication. :class:`ObservedTraining` runs one training, and returns what each step computes.
+:class:`TrainingPair` compares a layout with one process step by step, and explains the first difference.
+:func:`compare_layouts` compares every layout. It first trains in one process, and keeps the numbers and hashes of this
+training in a :class:`ReferenceTrace`. A :class:`LayoutComparison` compares a layout with this trace. It makes a
+:class:`TrainingPair` only to explain a difference, or if the layout rounds differently than one process.
 
-[Note: following] Some layouts with tensor or context groups add in another order than any process can, such as groups
-of 3 ranks, and an optimizer such as Adam amplifies the rounding differences from step to step. For these layouts the
-one process takes over the layout's parameters and optimizer arrays before every step, and updates them with the
-layout's gradient. So rounding differences do not accumulate.
+[Note: following] Some layouts with tensor or context groups, such as groups of 3 ranks, add in an order that one
+process cannot reproduce, and an optimizer such as Adam amplifies the rounding differences from step to step. For these
+layouts the training in one process copies the layout's parameters and optimizer arrays before every step, and updates
+them with the layout's gradient. So rounding differences do not accumulate.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Vectors:
     entries: Sequence[ParameterUse] | None = None
 
     def mask(self, entry: ParameterUse) -> Array:
-        """Return a mask of the elements of a tensor that differ by more than ``bound``, or in a bit if it is None."""
+        """Return a mask of the tensor elements that differ by more than ``bound`` (None: by any bit)."""
         a, b = (values[entry.span.start : entry.span.stop] for values in (self.actual, self.expected))
         bits = f"u{a.dtype.itemsize}"
         different: Array = a.view(bits) != b.view(bits)
@@ -85,9 +85,9 @@ class Vectors:
 
 
 class LocatedDifference(NamedTuple):
-    """Hold a finding, and ``indices``, those of the differing elements in the flat vector of the quantity.
+    """Hold a finding, and the ``indices`` of the differing elements in the flat vector of the quantity.
 
-    ``of_parameters`` tells whether that is a vector of the parameters' elements.
+    ``of_parameters`` tells whether the flat vector has one element for each element of the parameters.
     """
 
     finding: Finding
@@ -100,7 +100,7 @@ class LocatedDifference(NamedTuple):
 
 
 def difference(vectors: Vectors, entry: ParameterUse, mask: Array, tensors: int) -> LocatedDifference:
-    """Describe the elements of a tensor that differ, those of ``mask``; in all, ``tensors`` tensors differ."""
+    """Describe the elements of a tensor that differ, given as ``mask``; ``tensors`` tensors differ in total."""
     indices = np.flatnonzero(mask)
     first = int(indices[0])
     actual, expected = (float(v[entry.span.start + first]) for v in (vectors.actual, vectors.expected))
@@ -153,8 +153,8 @@ class TrainingTask:
 class TrainingState(NamedTuple):
     """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
 
-    ``slots`` has the optimizer's arrays by name, such as "exp_avg", as :func:`slot_entries` places them;
-    ``step_count`` is the optimizer's step number, ``progress`` what a full-batch method has saved of itself.
+    ``slots`` has the optimizer's arrays by name, such as "exp_avg", in the layout of :func:`slot_entries`.
+    ``step_count`` is the optimizer's step number, ``progress`` the saved state of a full-batch method such as L-BFGS.
     """
 
     parameters: Array
@@ -167,8 +167,8 @@ class BatchGradient(NamedTuple):
     """Hold the loss and the averaged gradient of one batch, before the update.
 
     ``values`` is the gradient of the whole model as a flat vector. ``reduced`` has this rank's part of the gradient, as
-    ``Engine.step`` takes it. ``totals`` has the sums of losses and weights, ``grains`` the loss sum of each grain of
-    this rank by its number.
+    ``Engine.step`` takes it. ``totals`` has the sums of losses and weights. ``grains`` maps the number of each grain
+    (a fixed slice of the global batch) that this rank computes to its loss sum.
     """
 
     totals: Totals
@@ -187,21 +187,21 @@ PartKey = tuple[int, int, str]
 
 
 class TensorParts(NamedTuple):
-    """Hold the gradient of a batch, and what single ranks contributed to it.
+    """Hold the gradient of a batch, and the contributions of single ranks to it.
 
     Attributes
     ----------
     gradient : BatchGradient
         The gradient of the global batch.
     owner_sums : Array
-        Flat vector of the whole model: for every element, the gradient sum over the samples of the rank that updates
-        this element only.
+        Flat vector of the whole model: for every element, the gradient sum over only the samples of the rank that
+        updates this element.
     uses : dict of str to Array
-        By name of the use of a parameter, the gradient sum over this rank's samples; in a tensor group, for this rank's
-        part of the parameter.
+        For each use of a parameter (a tied parameter has several), by name: the gradient sum over this rank's samples;
+        in a tensor group, only for this rank's part of the parameter.
     parts : dict of PartKey to Array
-        For one tensor, the gradient sum of every micro-batch of this rank, by number of the grain, number of the
-        micro-batch in it, and name of the use.
+        For one tensor, the gradient sum of every micro-batch of this rank. The key is number of the grain, number of
+        the micro-batch in the grain, and name of the parameter's use.
     """
 
     gradient: BatchGradient
@@ -222,9 +222,9 @@ class StepUpdate(NamedTuple):
 
 
 class ObservedTraining:
-    """Train a model on one layout, step by step; made by :func:`placed`. Methods are collective over the layout.
+    """Train a model on one layout, step by step; methods are collective over the layout's ranks.
 
-    ``batches`` yields this rank's part of one global batch after the other.
+    :func:`placed` creates it. ``batches`` yields this rank's part of one global batch after the other.
     """
 
     def __init__(self, model: Model, batches: Iterator[tuple[Any, Any]]) -> None:
@@ -294,9 +294,9 @@ class ObservedTraining:
         return gather_pieces(self.engine, np.int32, lambda piece: self.model.rank + 1) - 1
 
     def look(self, batch: tuple[Any, Any], tensor: str | None) -> TensorParts:
-        """Compute the gradient of a batch, and record what each rank contributes to it.
+        """Compute the gradient of a batch, and record each rank's contribution to it.
 
-        For the parameter ``tensor``, record also the gradient of each micro-batch.
+        For the parameter ``tensor``, also record the gradient of each micro-batch.
         """
         engine = self.engine
         homes = {entry.spec.name: entry.spec.tied or entry.spec.name for entry in self.layout.entries}
@@ -394,7 +394,7 @@ class ObservedTraining:
 
 
 def slot_name(slot: str) -> str:
-    """Return how findings name the optimizer's array ``slot``. Not collective."""
+    """Return the name that findings use for the optimizer's array ``slot``. Not collective."""
     return f"optimizer slot {slot!r}"
 
 
@@ -449,7 +449,7 @@ class TrainingPair:
     reference : ObservedTraining or None
         The training in one process on rank 0; None on other ranks.
     rounding : Rounding
-        How much rounding may change the numbers.
+        Bounds on rounding errors in the compared numbers.
     """
 
     def __init__(
@@ -480,11 +480,11 @@ class TrainingPair:
                 self.reference.train(steps)
 
     def start(self) -> Finding | None:
-        """Compare the start values, and return the first difference; None if there is none."""
+        """Compare the initial parameters and optimizer arrays; return the first difference or None."""
         return self._compare_states(self.training.state(), 0)
 
     def step(self, number: int) -> Finding | None:
-        """Train one step on the layout and in one process; return the first difference in what it computes, or None."""
+        """Train one step on the layout and in one process; return the first difference between them, or None."""
         state = self.training.state()
         if self.tolerance is None and (unlike := self._compare_states(state, number - 1)):
             return unlike
@@ -578,7 +578,7 @@ class TrainingPair:
         return None
 
     def _slot(self, slot: str, actual: Array, expected: Array, bound: float | None) -> Vectors:
-        """Return the values of optimizer arrays; arrays as long as the parameters lie where the parameters lie."""
+        """Return the vectors of an optimizer array; its entries are the parameters' if it has as many elements."""
         has_entries = slot not in self.training.updater.optimizer.slots
         return Vectors(
             slot_name(slot), actual, expected, bound, slot_entries(self.training.engine, slot) if has_entries else None
@@ -588,7 +588,7 @@ class TrainingPair:
         return None if self.tolerance is None else self.tolerance * size
 
     def _bound_of_change(self, after: Array, before: Array) -> float | None:
-        """Return by how much updated values may differ, from the size of their change; None if bits must be equal."""
+        """Return the allowed difference of updated values, from the size of the update; None if bits must be equal."""
         if self.tolerance is None:
             return None
         change = largest(after - before)
@@ -596,7 +596,7 @@ class TrainingPair:
         return self.tolerance * change + rounding
 
     def _views(self, number: int, vectors: Vectors, before: Array | None) -> Finding | None:
-        """Compare the parameters that each rank sees, and its own copies; return the first difference or None."""
+        """Compare the parameters and the private copies of every rank; return the first difference or None."""
         local = self._first([vectors])
         if local is not None and before is not None:
             reason = verdicts.diagnose_update(vectors.actual[local.indices], before[local.indices], PARAMETER)
@@ -753,9 +753,9 @@ class ReferenceTrace(NamedTuple):
     """Hold what a training in one process computed.
 
     ``steps`` has the loss, the gradient norm and the hashes of all tensors for the start and for each step (loss and
-    norm are None for the start). ``sha256`` is the hash of the last parameters. ``rounding`` bounds rounding errors,
-    for the training's dtype and length of sums. ``layers_depend`` is True if layers say that their bits depend on the
-    size of groups.
+    norm are None for the start). ``sha256`` is the hash of the final parameters. ``rounding`` bounds rounding errors,
+    for the training's dtype and length of sums. ``layers_depend`` is True if a layer declares that its bits depend on
+    the size of tensor or context groups.
     """
 
     rounding: Rounding
@@ -782,14 +782,14 @@ def compare_layouts(
     Collective over ``comm``. After every step the loss, the gradient norm and hashes of parameters (as each rank sees
     them) and optimizer arrays are compared with one process that computes in the same tiles. If something differs, the
     training is run once more up to that step, and all that it computes is compared in order, from loss to parameters.
-    Where no process can compute in these tiles, all is compared in every step, within a tolerance.
+    If one process cannot compute in these tiles, all of this is compared in every step, within a tolerance.
 
     Parameters
     ----------
     make_model : callable
         ``make_model(comm)`` returns a new model; ``comm`` are the layout's ranks, for models that communicate.
     batches : sequence of (x, y), or callable
-        Global batches, the same on every rank, or ``batches(model)``, which yields this rank's part of each.
+        Global batches, the same on every rank; or a function: ``batches(model)`` yields this rank's part of each.
     layouts : sequence of str
         Names such as "2", "zero3*4", "pipeline=2, data=2", "tensor=2"; docs/verify.md explains them.
     make_optimizer : callable
@@ -800,7 +800,7 @@ def compare_layouts(
     steps : int or None
         Number of steps to compare; None for all of a sequence of batches.
     tolerance : float or None
-        Relative difference allowed for layouts whose tiles no process can compute, such as groups of 3 ranks. None
+        Relative difference allowed for layouts whose tiles one process cannot compute, such as groups of 3 ranks. None
         computes it from the dtype and the length of sums: 16 epsilon for every doubling of the length.
     progress : callable or None
         ``progress(layout, step)`` is called on rank 0 after every step.
@@ -918,7 +918,7 @@ def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
 def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _silent) -> ReferenceTrace:
     """Train in one process, and return the numbers and hashes that layouts with the same tiles are compared with.
 
-    Not collective. ``alone`` is its layout. ``tell("one process", step)`` is called after each step.
+    Not collective. ``alone`` is the layout of the one process. ``tell("one process", step)`` is called after each step.
     """
     started = time.monotonic()
     with placed(task, "self", alone) as training:
@@ -940,7 +940,7 @@ def _observed(training: ObservedTraining) -> tuple[float | None, float | None, d
 
 
 class LayoutComparison(NamedTuple):
-    """Compare one layout with one process: bit by bit, or within the tolerance of ``rounding`` if it has one.
+    """Compare one layout with one process: bit by bit, or within a tolerance if ``rounding`` has one.
 
     ``trace`` is the training in one process. ``tell(layout, step)`` is called on rank 0 after each step that agrees.
     """
@@ -969,7 +969,7 @@ class LayoutComparison(NamedTuple):
     def _exact(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
         """Train as users do and compare hashes; at the first difference, train again up to that step to explain it.
 
-        Return the number of steps that agreed, the hash of the last parameters, 0 (the largest difference allowed),
+        Return the number of steps that agreed, the hash of the final parameters, 0 as the largest tolerated difference,
         and the first difference or None.
         """
         wrong = None
@@ -1005,7 +1005,7 @@ class LayoutComparison(NamedTuple):
     def _look(self, comm: Communicator, step: int) -> Finding | None:
         """Train again from the start to step ``step``, and compare everything that this step computes. Collective.
 
-        Return the first difference; None if nothing differs this time.
+        Return the first difference; None if the second training does not differ.
         """
         with self._pair(comm) as pair:
             if not step:
@@ -1016,9 +1016,9 @@ class LayoutComparison(NamedTuple):
     def _rounded(self, comm: Communicator) -> tuple[int, str, float, Finding | None]:
         """Compare all that every step computes, within the tolerance, with one process.
 
-        Before each step, that process takes over the layout's parameters and optimizer arrays. Return the number of
-        steps that agreed, the hash of the last parameters, the largest difference, and the first difference that is
-        too large or None.
+        Before each step, the one process copies the layout's parameters and optimizer arrays. Return the number of
+        steps that agreed, the hash of the final parameters, the largest tolerated difference, and the first difference
+        that exceeds the tolerance or None.
         """
         finding, done = None, 0
         with self._pair(comm) as pair:

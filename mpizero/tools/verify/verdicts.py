@@ -1,12 +1,12 @@
-"""Name layouts, and hold what a comparison with one process finds: verdicts, findings and their probable causes.
+"""Name layouts, and hold the results of comparing them with one process: verdicts, findings and probable causes.
 
-:class:`Layout` is read from its name, such as ``4``, ``zero3*4`` or ``pipeline=2, data=2``. :class:`Report` holds a
-:class:`Verdict` for each layout, with the :class:`Finding` that describes the first number that differs, and is
-printed. The functions :func:`diagnose_loss` to :func:`diagnose_update` find the probable cause of a difference from the
-pattern in the numbers. Nothing here communicates.
+:class:`Layout` is read from its name, such as ``4``, ``zero3*4`` or ``pipeline=2, data=2``. A printable :class:`Report`
+holds a :class:`Verdict` for each layout, with the :class:`Finding` that describes the first number that differs. The
+functions :func:`diagnose_loss` to :func:`diagnose_update` find the probable cause of a difference from the pattern in
+the numbers. No function of this module communicates.
 
-[Note: cause and pattern] A cause is named only if no other cause known to this module would leave the same numbers.
-The pattern that the numbers show is named in any case.
+[Note: cause and pattern] A cause is named only if no other cause known to this module would produce the same numbers.
+The pattern in the numbers is named in any case.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Layout:
         return self.parallel.pipeline * self.parallel.tensor * self.parallel.context * self.parallel.data
 
     def resolve_tiles(self, tiles: Tiles) -> Layout:
-        """Return the layout with ``tiles``, unless it has its own."""
+        """Return the layout with the setting ``tiles``; unchanged if it already has one."""
         return self if self.parallel.tiles is not None else Layout(replace(self.parallel, tiles=tiles))
 
     def rounds(self, accumulate: int) -> bool:
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def alone(self) -> Layout:
-        """The layout of one process with whose results this one is compared: with the same tiles, where it can."""
+        """The layout of the one process that this layout is compared with; it has the same tiles if possible."""
         tiles = self.parallel.tiles
         if tiles is None:
             sizes = {axis: getattr(self.parallel, axis) for axis in TILED_AXES}
@@ -120,7 +120,7 @@ class Layout:
         return ", ".join([f"{parallel.strategy}*{self.ranks}", *words, *private])
 
     def group_sizes(self) -> dict[str, int]:
-        """Return the sizes of the layout that are above 1, by what they count, such as "replicas"."""
+        """Return the sizes of the layout that are above 1, by the name of what is counted, such as "replicas"."""
         parallel = self.parallel
         sizes = {
             "ranks": self.ranks,
@@ -142,10 +142,10 @@ def parse_layouts(text: str, strategy: str) -> list[Layout]:
 
 
 def each_once(layouts: Iterable[Layout], tiles: Tiles) -> list[Layout]:
-    """Return the layouts with ``tiles``, unless they have their own; of several of one name the first.
+    """Give ``tiles`` to layouts without that setting, and return the first layout of each name.
 
-    Not collective. Settings that no name has make no second layout: most change nothing in a comparison (``bucket_mb``,
-    or ``schedule`` without a pipeline); ``order`` and ``cuts`` of the first are kept.
+    Not collective. Layouts that differ only in settings outside the name count as one. Most such settings change
+    nothing in a comparison (``bucket_mb``, or ``schedule`` without a pipeline); ``order`` and ``cuts`` may.
     """
     by_name: dict[str, Layout] = {}
     for layout in layouts:
@@ -223,9 +223,9 @@ class Finding:
     ranks : tuple of int
         The layout's ranks that ``role`` describes; empty if no rank can be named.
     role : str
-        What ``ranks`` are. "computed by": the ranks that computed a wrong value. "computed by one of": the ranks of a
-        replica, one of which computed a wrong value. "owned by": the ranks that add up and update the differing
-        elements, which need not be at fault. "on": the ranks on which the values differ.
+        How ``ranks`` are involved. "computed by": the ranks that computed a wrong value. "computed by one of": the
+        ranks of a replica, one of which computed a wrong value. "owned by": the ranks that add up and update the
+        differing elements, which need not be at fault. "on": the ranks on which the values differ.
     index : tuple of int or None
         Index of the first element that differs, in the whole tensor; None for a number such as the loss.
     found, expected : float or None
@@ -235,7 +235,7 @@ class Finding:
     tensors : int
         Number of tensors that differ.
     seen : str or None
-        The pattern that the differences show; None if they show none.
+        The pattern in the differences, as text; None if there is none.
     diagnosis : str or None
         The probable cause; None if it is not known.
 
@@ -309,7 +309,7 @@ class Verdict:
     finding : Finding or None
         The first difference; None if there is none.
     tiles : str
-        Setting of the one process that the layout is compared with, such as "tiles=8"; "" if it has no tiles.
+        Tiles of the one process that the layout is compared with, such as "tiles=8"; "" if it has none.
 
     Examples
     --------
@@ -421,13 +421,13 @@ class LossEvidence:
     quiet, quiet_expected : float
         Loss outside of training mode, so without dropout, in the layout and in one process.
     weight, weight_expected : float
-        What the sum of losses was divided by, in the layout and in one process.
+        The divisor of the sum of losses, in the layout and in one process.
     grains : mapping of int to (float, int)
         By number of the grain, its loss sum in the layout, and the rank that computed it.
     grains_expected : mapping of int to float
         By number of the grain, its loss sum in one process.
     rounding : Rounding
-        How much rounding may change in this training.
+        Bounds on rounding errors in this training.
     """
 
     first: float
@@ -503,7 +503,7 @@ class GradientEvidence:
     tensors : int
         Number of trainable tensors of the model.
     rounding : Rounding
-        How much rounding may change in this training.
+        Bounds on rounding errors in this training.
     """
 
     actual: Mapping[str, Array]
@@ -697,14 +697,14 @@ def _tied(evidence: GradientEvidence) -> str | None:
 
 
 def _is_part(extra: Array, part: Array, full: Array, rounding: Rounding) -> bool:
-    """Tell whether the difference ``extra`` equals ``part``, which must itself be far more than rounding."""
+    """Tell whether the difference ``extra`` equals ``part``, and ``part`` is far larger than rounding errors."""
     size = largest(part)
     bound = max(rounding.of_sums, rounding.tolerance or 0.0) * max(size, largest(full))
     return size > 8 * bound and largest(extra - part) <= bound
 
 
 def _skipped(evidence: GradientEvidence) -> bool:
-    """Tell whether each wrong gradient is the sum over the samples of one rank, the rank that updates the parameter."""
+    """Tell whether each wrong gradient is a sum over the samples of only the rank that updates the parameter."""
 
     def multiple(values: Mapping[str, Array], name: str) -> float | None:
         return evidence.rounding.factor([values[name]], [evidence.owner_sums[name]], keep_one=True, summed=True)
@@ -742,7 +742,7 @@ def _with(diagnosis: Diagnosis, pattern: str | None) -> Diagnosis:
 
 
 def _times(factor: float) -> str:
-    """Format a factor as text, one near 1 by its distance from 1, such as "1 + 0.0002 times"."""
+    """Format a factor as text; a factor near 1 by its distance from 1, such as "1 + 0.0002 times"."""
     apart = factor - 1
     return f"1 {'+' if apart > 0 else '-'} {abs(apart):.3g} times" if 0 < abs(apart) < 1e-3 else f"{factor:.6g} times"
 
