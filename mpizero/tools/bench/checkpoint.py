@@ -1,8 +1,8 @@
-"""Time saving and loading a checkpoint, and compare with plain writes, reads and copies of as many bytes.
+"""Time saving and loading a checkpoint, and compare with plain writes, reads and copies of the same number of bytes.
 
-The command is ``mpizero bench checkpoint``. :func:`measure_checkpoint` times what a :class:`CheckpointRequest` asks, in
-interleaved repetitions, and returns :class:`CheckpointTimes`; an :class:`OperationTime` compares one operation with
-another, as :data:`COMPARED` pairs them.
+The command is ``mpizero bench checkpoint``. :func:`measure_checkpoint` times the operations that a
+:class:`CheckpointRequest` describes, in interleaved repetitions, and returns :class:`CheckpointTimes`. An
+:class:`OperationTime` compares one operation with another; :data:`COMPARED` has the pairs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mpizero.tools.bench.machine import drop_cached, read_part, together, write_
 from mpizero.train.machine import peak_growth, proportional_growth, release_free_memory
 from mpizero.types import Array
 
-#: The checkpoint holds one array for each of ``LAYERS`` layers and each of ``SLOTS``: a parameter and two moments.
+#: The checkpoint holds one array for each of ``LAYERS`` layers and each of ``GROUPS``: a parameter and two moments.
 LAYERS, GROUPS = 16, ("parameters", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 _WIDTH = 1024
 #: The least bytes of a checkpoint: one row of every array.
@@ -245,9 +245,9 @@ class _Bench:
     def round(self, number: int) -> dict[str, float]:
         """Time every operation once, remove the files, and return the seconds by the operation's name.
 
-        Rounds with an odd ``number`` run in reverse order, so that of two compared operations each is the first one
-        in every other round. Only one file or checkpoint exists at a time: the page cache may be slower for a second
-        one, and a disk may be fast only until its own buffer is full.
+        Rounds with an odd ``number`` run in reverse order, so that each of two compared operations is timed first in
+        half of the rounds. Only one file or checkpoint exists at a time: the page cache may be slower for a second
+        file, and a disk may be fast only until its own buffer is full.
         """
         turn = -1 if number % 2 else 1
         seconds: dict[str, float] = {}

@@ -1,11 +1,12 @@
 """Measure how fast a machine multiplies, moves memory, sends messages and writes files: ``mpizero bench machine``.
 
-:func:`alone` and :func:`together` time the same work on one rank alone and on all ranks at once. With them four classes
-measure: :class:`ProductBenchmark` the rate of matrix products with the shapes that a transformer's layers have;
+:func:`alone` and :func:`together` time the same work on one rank alone and on all ranks at once. Four classes measure:
+:class:`ProductBenchmark` the rate of matrix products with the shapes that a transformer's layers have;
 :class:`PassBenchmark` memory bandwidth for the reads and writes of a training step, with plain loops and the library's
 kernels; :class:`MessageBenchmark` the collectives that the library uses, and messages between two ranks, for several
 sizes; :class:`FileBenchmark` writing and reading one file, of which every rank writes and reads its own part.
-:func:`measure_machine` runs them as a :class:`MachineRequest` asks; the measurements are shown as tables and as JSON.
+:func:`measure_machine` runs these benchmarks with the sizes in a :class:`MachineRequest`; :func:`report` and
+:func:`as_json` format the measurements.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def alone(comm: Communicator, work: Callable[[], object]) -> float:
 def together(comm: Communicator, work: Callable[[], object]) -> float:
     """Time ``work`` on all ranks at once, and return the slowest rank's seconds on every rank.
 
-    Collective over ``comm``. An error of one rank's work is an error on all ranks.
+    Collective over ``comm``. If ``work`` raises on one rank, all ranks raise.
     """
     comm.barrier("bench")
     started = time.perf_counter()
@@ -145,7 +146,7 @@ class ProductShapes:
     def of(cls, config: RunConfig) -> ProductShapes:
         """Return the sizes of a configuration's transformer and its micro-batches. Not collective.
 
-        The data are opened only for a full-batch method, whose batch are all samples.
+        The data are opened only for a full-batch method, whose batch is the whole data set.
 
         Raises
         ------
@@ -183,7 +184,7 @@ class _TimedProduct:
 
     @property
     def times(self) -> int:
-        """Return how often the product is computed in one measurement; more often if it is small."""
+        """Return how often one measurement computes the product; small products are computed more often."""
         return max(1, min(_MOST_PRODUCTS, round(_OPERATIONS / self.operations)))
 
     def work(self) -> None:
@@ -201,7 +202,7 @@ class ProductBenchmark:
     """Time the matrix products of one transformer block and of the output head, as the layers compute them.
 
     For linear maps these are the products of the forward pass, of the gradients of inputs and of the gradients of
-    weights; for attention, those of the forward pass.
+    weights; for attention, only the products of the forward pass.
 
     Construction is not collective; :meth:`measure` is.
     """
@@ -229,9 +230,9 @@ class ProductBenchmark:
                 yield self._one({**facts, "form": form}, *arrays)
 
     def _attention(self) -> Iterator[_TimedProduct]:
-        """Yield timers of attention's two batched products, of one block of queries.
+        """Yield timers of the two batched matrix products of attention, for one block of queries.
 
-        They are the products of queries and keys, and of attention weights and values.
+        These are the product of queries and keys, and the product of attention weights and values.
         """
         batch, width = self.shapes.batch * self.shapes.heads, self.shapes.dim // self.shapes.heads
         queries, length = min(_QUERIES, self.shapes.sequence), self.shapes.sequence
@@ -250,7 +251,7 @@ class ProductBenchmark:
     def measure(self, turn: int, *, keep: bool) -> None:
         """Time every product on one rank and on all ranks, in reverse order if ``turn`` is -1.
 
-        Collective. The seconds are stored only with ``keep``. Make the first call without it: it warms up.
+        Collective. The seconds are stored only with ``keep``. Make the first call without ``keep``, to warm up.
         """
         for timed in self.timed[::turn]:
             for how, values in ((alone, timed.one), (together, timed.every))[::turn]:
@@ -274,7 +275,7 @@ Work = Callable[[], object]
 class _Pass:
     """Time one pass over memory, a loop that reads each of ``reads`` arrays and writes each of ``writes`` arrays once.
 
-    It is computed by a plain loop and by the library's kernel, on one rank alone and on all ranks at once. ``values``
+    The pass is computed by a plain loop and by the library's kernel, on one rank alone and on all ranks. ``values``
     has four lists of seconds: plain loop on one rank, plain loop on all, kernel on one rank, kernel on all.
     """
 
@@ -343,7 +344,7 @@ class PassBenchmark:
     def measure(self, turn: int, *, keep: bool) -> None:
         """Time every pass once, in reverse order if ``turn`` is -1, and store the seconds if ``keep``.
 
-        Collective. Make the first call without ``keep``: it warms up.
+        Collective. Make the first call without ``keep``, to warm up.
         """
         for entry in self.passes[::turn]:
             self.arrays[:] = 1  # sums of sums would grow, and averages shrink to where processors are slow
@@ -524,7 +525,7 @@ class FileBenchmark:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the new folder with the file, on rank 0. Not collective, so it may be called after an error."""
+        """Remove the benchmark's folder on rank 0. Not collective, so it may be called after an error."""
         if self.comm.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -549,7 +550,7 @@ class MachineRequest:
     file_bytes : int
         Bytes of the file that all ranks write together; 0 measures no file.
     folder, output : str
-        The folder in which a file is timed; the path of the machine file, to which the results are written.
+        Folder for the file that is timed; path of the machine file, to which the results are written.
     repeat : int
         Repetitions of every measurement.
     threads : int

@@ -1,7 +1,7 @@
 """Compare measured with planned memory and messages of each rank: ``mpizero bench memory`` of a layout or a CONFIG.
 
-:func:`measure_steps` measures this rank in training steps, and :func:`table_rows` sets every rank's figures beside the
-plan. :func:`measure_layout` does so for layouts of a built-in model, as a :class:`LayoutRequest` asks (options
+:func:`measure_steps` measures this rank in training steps, and :func:`table_rows` compares every rank with the plan.
+:func:`measure_layout` uses both for the built-in model and the layouts in a :class:`LayoutRequest` (options
 ``--pipeline``, ``--tensor``, ``--context``), and :func:`measure_config` for a configuration's model (``CONFIG``).
 """
 
@@ -64,15 +64,15 @@ class RankRow:
     here : dict of str to int
         The rank's coordinate on every axis of the process grid.
     held, planned : dict of str to int
-        Bytes by kind of memory ("parameters", "gradients", "optimizer state", "activations", "buffers"): counted
-        where they are allocated, and computed by the plan.
+        Bytes by kind of memory ("parameters", "gradients", "optimizer state", "activations", "buffers"): counted at
+        allocation, and predicted by the plan.
     pss_at_rest, pss_in_step : int
         How much larger the rank's proportional set size is after training than before. ``pss_at_rest`` is measured
-        after freed memory has been returned to the system, ``pss_in_step`` before. So the latter includes the memory
-        that the activations, working arrays and messages of a step took.
+        after freed memory has been returned to the system, ``pss_in_step`` before. So ``pss_in_step`` includes the
+        memory that the activations, working arrays and messages of a step took.
     planned_working : int
-        Most bytes that, by the plan, working arrays of blocks and messages take during a step in addition to
-        ``planned``.
+        Largest number of bytes that the plan predicts, in addition to ``planned``, for working arrays of blocks and
+        messages during a step.
     sent, planned_sent : int
         Bytes that the rank sends to other ranks in a step: counted in the last step, and planned.
     messages, planned_messages : int
@@ -129,10 +129,10 @@ def measure_steps(
 
 
 def table_rows(measured: Sequence[dict[str, Any]], plan: TrainingPlan) -> tuple[RankRow, ...]:
-    """Return what was measured and what was planned on every rank, side by side. Not collective.
+    """Return one row for each rank, with its measured and its planned figures. Not collective.
 
-    ``measured`` has what :func:`measure_steps` returned on every rank. Activations are left out if the plan
-    lacks them, or if another library has them, which :class:`CacheMeter` does not see.
+    ``measured`` has what :func:`measure_steps` returned on every rank. Activations are left out if the plan lacks them,
+    or if another library allocates them, because :class:`CacheMeter` does not count those.
     """
     rows = tuple(_row(measurement, planned) for measurement, planned in zip(measured, plan.by_rank, strict=True))
     for row in rows if plan.not_counted or plan.unseen else ():
@@ -276,9 +276,9 @@ def measure_layout(
 def _tables(
     run: _LayoutRun | _ConfigRun, steps: int, before: _LayoutRun | _ConfigRun | None, tell: Callable[[str], None]
 ) -> list[LayoutTable]:
-    """Measure and plan one layout, and return its table on rank 0, none on other ranks. Collective.
+    """Measure and plan one layout; return a list with its table on rank 0, an empty list on other ranks. Collective.
 
-    One step of ``before`` loads libraries and kernels, and makes the buffers that every run needs, before that.
+    First, one step of ``before`` loads libraries and kernels, and allocates the buffers that every run needs.
     """
     comm, layout = run.comm, run.parallel.describe(run.comm.size)
     memory = "shared" if run.parallel.share_node_memory else "private"
@@ -300,7 +300,7 @@ def _tables(
 
 @dataclass(frozen=True)
 class _LayoutRun:
-    """Train a built-in model with one strategy and with shared or private memory, all of which ``parallel`` gives."""
+    """Train a built-in model with the strategy, and with the shared or private memory, that ``parallel`` gives."""
 
     request: LayoutRequest
     parallel: ParallelSection
@@ -309,7 +309,7 @@ class _LayoutRun:
 
     @property
     def config(self) -> Config:
-        """Settings by which each replica computes one grain a step.
+        """Settings with which each replica computes one grain (a fixed slice of the global batch) per step.
 
         The grain has ``request.micro_batches`` micro-batches of one sample each.
         """
@@ -416,7 +416,7 @@ def measure_config(
     """Train a configuration's model with every strategy and kind of memory, and return one table for each, on rank 0.
 
     Other ranks get an empty list. Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before
-    each run. Without ``strategies``, they are all; that of the configuration alone if it splits the model.
+    each run. If ``strategies`` is empty, all are measured, or only the configuration's if it splits the model.
     """
     config.parallel.check_ranks(comm.size)
     names = strategies or ((config.parallel.strategy,) if config.parallel.splits_model else STRATEGIES)
@@ -446,7 +446,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 class _ConfigRun:
-    """Measure one layout of a configuration's model on all ranks of ``comm``; ``sources`` are its samples."""
+    """Measure one layout of a configuration's model over ``comm``; ``sources`` are training and validation data."""
 
     def __init__(self, config: RunConfig, sources: tuple[Any, Any], comm: Communicator) -> None:
         self.config, self.sources, self.comm, self.parallel = config, sources, comm, config.parallel

@@ -157,7 +157,7 @@ class StepTimes:
     plain, watched : Measurement
         Seconds of a step on its slowest rank, without and with tracing; the two kinds of steps alternate.
     ranks : tuple of dict of str to PhaseTime
-        For every rank, the seconds of each phase by its name. In one traced step they add up to the step's seconds.
+        For every rank, the seconds of each phase, by name. The phases of one traced step add up to its seconds.
     coordinates : tuple of dict
         The coordinates of every rank on the axes of the process grid.
     slowest : int
@@ -222,7 +222,7 @@ def _floors(request: StepRequest, config: RunConfig, comm: Communicator) -> Sequ
 def _train(
     request: StepRequest, setup: RunSetup, tell: Callable[[str], None]
 ) -> tuple[list[float], list[float], list[tuple[float, float, list[TimeSpan]]]]:
-    """Train, and return the seconds of steps without tracing, of traced steps, and the traced spans. Collective.
+    """Train; return lists of the seconds of untraced and of traced steps, and of the traced spans. Collective.
 
     The third list has the start, the end and the spans of every traced step, by this rank's clock.
     """

@@ -1,8 +1,8 @@
 """Measure the memory and messages of every strategy in real training steps: ``mpizero bench memory``.
 
-:class:`CacheMeter` counts the bytes that a rank's blocks and loss keep from the forward pass for the backward pass; for
-that, :func:`watch` wraps them. :func:`measure_memory` trains with each strategy that a :class:`MemoryRequest` names,
-and returns a :class:`MemoryRow` for each.
+:class:`CacheMeter` counts the bytes that a rank's blocks and loss keep from the forward pass for the backward pass;
+:func:`watch` wraps blocks and loss to count them. :func:`measure_memory` trains with each strategy that a
+:class:`MemoryRequest` names, and returns a :class:`MemoryRow` for each strategy.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class MemoryRequest:
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Hold what was measured of one strategy; each number of bytes is the largest over the ranks, except ``pss_total``.
+    """Hold the measurements of one strategy; numbers of bytes are the largest over the ranks, except ``pss_total``.
 
     Attributes
     ----------
@@ -205,8 +205,8 @@ class MemoryRow:
         Bytes of memory that, by formula, the strategy needs on a rank that computes one grain a step; without the
         buffers into which ZeRO-3 gathers two units.
     counted : int
-        Bytes that the library counted at allocation on a rank, without message buffers. Of its node's shared windows
-        a rank counts an equal part.
+        Bytes that the library counted at allocation on a rank, without message buffers. Shared windows of a node are
+        counted in equal parts on its ranks.
     counted_peak : int
         The largest number of bytes counted at any moment, with message buffers.
     pss : int
@@ -232,7 +232,7 @@ class MemoryRow:
 
 
 def wide_mlp(parameters: int) -> nn.MLP:
-    """Return a network with :data:`LAYERS` equal layers and at least ``parameters`` parameters.
+    """Return a network with :data:`STRATEGY_LAYERS` equal layers and at least ``parameters`` parameters.
 
     Not collective. The forward pass of a sample takes only two operations per parameter. So a step with one sample
     on each rank takes little more time than reading and writing the memory once.

@@ -3,6 +3,7 @@
 :func:`check_model` runs all checks, which are, in the order of this file:
 
 - the model returns the same values every time, wherever its parameters lie in memory (:func:`check_repeats`);
+- layers overwrite gradients, and their ``backward`` computes the same as its two halves (:func:`check_layers`);
 - the gradient agrees with finite differences of the loss along directions (:func:`check_gradient`, which also finds
   the parameters whose gradient is wrong, and the probable cause);
 - loss, gradients and weight of a batch are the sums of the values of its pieces (:func:`check_sums`);
@@ -11,12 +12,12 @@
 [Note: slopes] The difference (f(p + h d) - f(p - h d)) / 2h of the loss f, with parameters p, direction d and step h,
 differs from the derivative by truncation, which falls with h, and by rounding, which grows as h falls. Neither is known
 beforehand, so both are estimated: truncation by how much the difference changes from one h to the next, rounding by
-second differences of the loss over steps so small that they contain nothing else. The h with the smallest sum of both
+second differences of the loss over steps so small that rounding dominates them. The h with the smallest sum of both
 errors decides, with one exception: a loss may be steep at one point and flat around it. So a smaller h decides if the
 gradient agrees there, and rounding is small enough to show a disagreement. The gradient is called wrong only if it is
 wrong by several times the error at three points, because a kink (of ReLU, of a maximum) is near one of them at most.
-All parameters are first changed together. That proves the gradient of every parameter whose own part of the slope is
-well above the uncertainty. The other parameters are then changed one by one.
+All parameters are first changed together. This proves the gradient of every parameter whose term in the slope is much
+larger than the uncertainty. The other parameters are then changed one by one.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class CheckBatch(NamedTuple):
 
 
 def unlike(actual: LossAndGradients, expected: LossAndGradients) -> Iterator[tuple[str, str]]:
-    """Yield the name of each value that differs in a bit between two evaluations, and a text with both numbers.
+    """Yield the name of each value whose bits differ between two evaluations, and a text with both numbers.
 
-    For an array the text has the element that differs most.
+    For an array the text shows the element that differs most.
     """
     for (what, a), (_, b) in zip(actual.named(), expected.named(), strict=True):
         if a.dtype != b.dtype or a.shape != b.shape:
@@ -93,7 +94,7 @@ def random_states() -> dict[str, bytes]:
 
 
 def check_again(checked: CheckedModel, batch: CheckBatch, start: Named, begun: LossAndGradients) -> list[ModelFinding]:
-    """Evaluate the model at the start values ``start`` again, and compare with ``begun``, their first evaluation."""
+    """Evaluate the model at the start values ``start`` again, and compare with the first evaluation ``begun``."""
     drawn = random_states()
     again = checked.evaluate(start, *batch[:2])
     used = sorted(name for name, value in random_states().items() if value != drawn[name])
@@ -194,7 +195,7 @@ class Slope(NamedTuple):
     numerical, analytical : float
         The derivative from finite differences of the loss, and from the gradient that the model returned.
     parts : dict of str to float
-        By parameter, its term in the sum ``analytical``.
+        For each parameter, its term in the sum ``analytical``.
     bound : float
         How much ``numerical`` and ``analytical`` may differ by truncation and rounding.
     rounding : float
@@ -231,7 +232,7 @@ class ParameterPoint:
         self.precision = PRECISION[int(coarse)]
 
     def loss(self, move: Direction, h: float) -> tuple[float, dict[str, Array]]:
-        """Return the loss at the parameters plus ``h`` times ``move``, NaN if it fails, and the changed parameters."""
+        """Return the loss (NaN if the model raises) at parameters + ``h`` * ``move``, and the changed parameters."""
         there = dict(self.at)
         for name, direction in move.items():
             there[name] = (self.at[name] + h * direction).astype(self.checked.dtype)
@@ -242,7 +243,7 @@ class ParameterPoint:
 
     @cached_property
     def noise(self) -> float:
-        """The size of changes of the loss by rounding."""
+        """The size of rounding errors in the loss."""
         h = 64 * float(np.finfo(self.checked.dtype).eps) if self.checked.dtype == np.float32 else 1e-7
         sizes = [float(np.finfo(np.float32 if self._coarse else np.float64).eps) * abs(self.evaluation.loss)]
         for _ in range(3):
@@ -253,7 +254,7 @@ class ParameterPoint:
 
     @cached_property
     def shaken(self) -> dict[str, Array]:
-        """The gradient's change, by parameter, when the parameters' last bits change."""
+        """The change of each parameter's gradient when the last bits of the parameters change."""
         moved = shaken(self.at, self.rng)
         gradients = self.checked.evaluate(moved, self.batch.x, self.batch.y).gradients
         return {name: gradients[name].astype(np.float64) - value for name, value in self.evaluation.gradients.items()}
@@ -285,7 +286,7 @@ class ParameterPoint:
         return best._replace(bound=max(best.bound, best.off / SURE)) if nearer else best
 
     def shows_right(self) -> bool:
-        """Return False if the gradient is found wrong along its own direction, else True."""
+        """Return False if the gradient disagrees with the slope along the gradient's own direction, else True."""
         names = [name for name in self.checked.names if self.at[name].size]
         return self.verdict(self.slope(steep(self, names))) is not False
 
@@ -316,7 +317,7 @@ def steep(point: ParameterPoint, names: Sequence[str]) -> dict[str, Array]:
 
 
 def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) -> dict[str, float]:
-    """Return, for every trainable parameter, by how much its elements are changed: by their root mean square.
+    """Return the size of changes for every trainable parameter: the root mean square of its elements.
 
     For a parameter that is all zeros, the size is chosen so that the loss changes by about a tenth, within limits.
     """
@@ -359,7 +360,7 @@ class WrongGradient(NamedTuple):
 
 
 def check_gradient(points: Callable[[int], ParameterPoint]) -> tuple[list[ModelFinding], str, list[str]]:
-    """Compare the gradient with differences of the loss at up to three points.
+    """Compare the gradient with finite differences of the loss at up to three points.
 
     ``points(k)`` returns the point with number ``k``, from 0 to 2. Return the findings, a line that says how many
     parameters agree, and notes.
@@ -389,9 +390,9 @@ def check_gradient(points: Callable[[int], ParameterPoint]) -> tuple[list[ModelF
 def _from_the_last(
     checked: CheckedBlocks, findings: list[ModelFinding], wrong: Sequence[WrongGradient]
 ) -> list[ModelFinding]:
-    """Return the findings of a model of blocks, the last block's first, and say there in which block to begin.
+    """Return the findings of a model of blocks, and say in the first one in which block to begin.
 
-    A block gets the gradient of its output from the block after it, so an error in one block is seen in all before it.
+    A block gets the gradient of its output from the next block, so an error in one block shows in all blocks before it.
     """
     blocks = list(checked.model.blocks)
     positions = [max(k for k, block in enumerate(blocks) if w.name.startswith(f"{block}.")) for w in wrong]
@@ -410,7 +411,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _not_proven_right(point: ParameterPoint, names: Sequence[str]) -> list[str]:
-    """Change all parameters together, and return the parameters whose gradient may still be wrong after that."""
+    """Change all parameters together, and return the names whose gradient this does not prove right."""
     slopes = [point.slope(direction(point, names), enough=1e-5) for direction in (steep, dense, dense)]
     if any(slope is None or point.verdict(slope) is False for slope in slopes):
         return list(names)
@@ -424,7 +425,7 @@ def _not_proven_right(point: ParameterPoint, names: Sequence[str]) -> list[str]:
 
 
 def _alone(point: ParameterPoint, name: str) -> bool | None:
-    """Change one parameter alone, and tell whether its gradient is right; return None if rounding hides it."""
+    """Change one parameter alone, and tell whether its gradient is right; None if rounding hides the change."""
     verdicts = [point.verdict(point.slope(d(point, [name]), enough=1e-6)) for d in (dense, steep)]
     return False if False in verdicts else None if None in verdicts else True
 
@@ -542,7 +543,7 @@ def check_sums(
     full: LossAndGradients,
     noise: Callable[[], list[LossAndGradients]],
 ) -> tuple[list[ModelFinding], str]:
-    """Compare a batch with the sum over its pieces: a single sample, about a third of the others, and the rest.
+    """Compare values of a batch with sums over its pieces: one sample, a third of the others, and the remaining ones.
 
     ``params`` are the parameters, and ``full`` is the evaluation of the batch. ``noise`` returns evaluations of the
     batch at parameters that differ in their last bits. Return the findings, and a line that says how well the sums
@@ -686,12 +687,12 @@ def check_model(
     - ranks: all ranks compute the same bits.
 
     A handful of samples is enough. The model is evaluated one to two hundred times, within two seconds if it is small.
-    On a machine whose cache has no kernels yet, compiling those of a layer takes some seconds more, in both precisions.
+    If a machine has no cached kernels yet, compiling the kernels of a layer, in both precisions, takes some seconds.
 
     Parameters
     ----------
     model : BlockModel or BlackBoxModel
-        The model as the sharded models take it: a model of blocks, or a :class:`~mpizero.FunctionModel`.
+        The model, not yet sharded: a model of blocks, or a :class:`~mpizero.FunctionModel`.
     x, y : arrays, or nested tuples and mappings of them
         At least two samples, different from each other; the same on all ranks.
     comm : mpi4py communicator, Communicator or None
@@ -704,7 +705,7 @@ def check_model(
     Returns
     -------
     ModelReport
-        What was checked, as a report that can be printed; it is returned only if nothing is wrong.
+        A printable report of what was checked; it is returned only if nothing is wrong.
 
     Raises
     ------
@@ -731,7 +732,7 @@ def check_model(
 
 
 def _wrong(model: Any, report: ModelReport) -> ModelCheckError:
-    """Return the error that tells all findings."""
+    """Return an error whose message lists all findings."""
     member = "predict" if {f.check for f in report.findings} == {"prediction"} else "loss_and_grad"
     lines = "\n".join(f"- {line}" for line in report.told)
     return ModelCheckError(f"the model is wrong ({origin_of(model, member)})\n{lines}", report)
@@ -819,9 +820,9 @@ class _Check:
         return {name: values[name].astype(value.dtype).reshape(value.shape) for name, value in start.items()}
 
     def _near(self, start: Named, scales: Mapping[str, float]) -> Named:
-        """Return random parameters near ``start``, no elements of which are zero or equal to each other by chance.
+        """Return random parameters near ``start``, so that no elements are zero or equal to each other.
 
-        Return ``start`` if the model cannot be evaluated at them.
+        Return ``start`` if the model cannot be evaluated at the random parameters.
         """
         there = {name: np.array(value) for name, value in start.items()}
         for name, scale in scales.items():
@@ -883,7 +884,7 @@ class _Check:
     def _wide(self, params: Named) -> CheckedBlocks | None:
         """Return the checked model in float64 if it is a float32 model of blocks; None for other models.
 
-        Return None too if the loss still has only float32 precision, because layers compute in float32.
+        Also return None if the loss still has only float32 precision, because layers compute in float32.
         """
         if not isinstance(self.checked, CheckedBlocks) or self.checked.dtype == np.float64:
             return None
@@ -895,7 +896,7 @@ class _Check:
         return None if float(np.float32(evaluation.loss)) == evaluation.loss else wide
 
     def digests(self) -> dict[tuple[int, str], str]:
-        """Return a hash of every value that must be equal on all ranks, in the order of computing. Not collective.
+        """Return a hash of every value that must be equal on all ranks, in order of computation. Not collective.
 
         Keys are the number of the evaluation and the name of the value.
         """
@@ -907,7 +908,7 @@ class _Check:
 
 
 def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...]:
-    """Return the findings of all ranks, and one more if ranks computed different bits. Collective over ``comm``."""
+    """Return the findings of all ranks, and another one if ranks computed different bits. Collective over ``comm``."""
     if comm.size == 1:
         check.notes.append("ranks: one only; under mpiexec -n 2 two are compared")
         return tuple(check.findings)

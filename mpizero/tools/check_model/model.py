@@ -4,8 +4,9 @@ Batches are cut into pieces as training does (:func:`cut`), their arrays are rea
 changes of them. :class:`ModelReport` holds the result of checking a model, for people and for programs.
 :func:`checked_model` wraps a model in the interface, :class:`CheckedModel`.
 
-[Note: pairs] The interface knows real numbers only. A complex parameter of shape ``s`` is an array of shape ``(*s, 2)``
-in it, the real and the imaginary part of each element, and so is its gradient. The model itself sees complex arrays.
+[Note: pairs] The interface uses real numbers only. A complex parameter of shape ``s`` is passed as an array of shape
+``(*s, 2)``, with the real and the imaginary part of each element, and so is its gradient. The model itself gets complex
+arrays.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ModelFinding:
     cause : str
         The probable cause.
     remedy : str
-        How to repair it.
+        How to correct the model.
 
     Examples
     --------
@@ -158,7 +159,7 @@ class ModelReport:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Return one line for each pair of check and cause; it names all values that are wrong for that cause."""
+        """Return one line for each pair of check and cause, which names all values that are wrong for that cause."""
         groups: dict[tuple[str, str], list[ModelFinding]] = {}
         for finding in self.findings:
             groups.setdefault((finding.check, finding.cause), []).append(finding)
@@ -178,7 +179,7 @@ def _of_group(group: list[ModelFinding]) -> str:
 
 
 class UnusableEvaluation(Exception):  # noqa: N818 - never leaves the package
-    """Report that the values returned by the model cannot be used; all checks end, with ``findings``."""
+    """Report that training could not use the values that the model returns, and end all checks with ``findings``."""
 
     def __init__(self, *findings: ModelFinding) -> None:
         super().__init__()
@@ -191,8 +192,8 @@ Named = Mapping[str, Array]
 class LossAndGradients(NamedTuple):
     """Hold the loss, the weight, the gradients and the new values of averaged parameters of a batch, as copies.
 
-    ``gradients`` are those of the parameters that an optimizer trains. ``outputs`` are those of the blocks by name, in
-    the order of the forward pass; empty for a functional model.
+    ``gradients`` has the gradients of the parameters that an optimizer trains. ``outputs`` has the outputs of the
+    blocks, by name, in the order of the forward pass; it is empty for a functional model.
     """
 
     loss: float
@@ -202,7 +203,7 @@ class LossAndGradients(NamedTuple):
     outputs: dict[str, Array]
 
     def named(self) -> Iterator[tuple[str, Array]]:
-        """Yield the name and the values of everything, in the order in which a model computes it. Not collective."""
+        """Yield the name and the values of each result, in the order of computation. Not collective."""
         yield from ((f"output of block {name}", value) for name, value in self.outputs.items())
         yield from (("loss", np.array(self.loss)), ("weight", np.array(self.weight)))
         yield from ((f"gradient of {name!r}", value) for name, value in self.gradients.items())
@@ -210,12 +211,12 @@ class LossAndGradients(NamedTuple):
 
 
 def in_pairs(values: Array) -> Array:
-    """Return complex values as pairs of real numbers, on an axis after the last; real values as they are."""
+    """Return complex values as pairs of real numbers along a new last axis; return real values unchanged."""
     return as_reals(values).reshape(*values.shape, 2) if values.dtype.kind == "c" else values
 
 
 def as_declared(spec: ParameterSpec, values: Array) -> Array:
-    """Return the values of a parameter as its model takes them: pairs of real numbers as complex ones."""
+    """Return a parameter's values in the form that its model takes: complex numbers in place of pairs of real ones."""
     return spec.view(as_reals(np.ascontiguousarray(values)))
 
 
@@ -238,7 +239,7 @@ class CheckedFunction:
     evaluations : int
         How often the model was evaluated.
     declared : dict of str to ParameterSpec
-        Declarations of all parameters that have values of their own, by name.
+        Declarations of all parameters by name, without integer arrays and tied parameters.
     names, averaged : tuple of str
         Names of the parameters that an optimizer trains, and of the averaged ones.
     """
@@ -289,7 +290,7 @@ class CheckedFunction:
         return self._examined(returned)
 
     def _called(self, provided: Named, x: Any, y: Any, run: Run, gradients: dict[str, Array]) -> Any:
-        """Call the function; return what it returns, or what it would return if it did not work in place."""
+        """Call the function, and return its loss, gradients and weight, also if it writes the gradients in place."""
         args, kwargs = ((read_only(provided), (read_only(x), read_only(y))), {"run": run} if self._takes_run else {})
         try:
             if not self.in_place:
@@ -324,7 +325,7 @@ class CheckedFunction:
         return result[0], gradients, result[1]
 
     def loss(self, parameters: Named, x: Any, y: Any) -> float:
-        """Return only the loss; the function computes the gradients too."""
+        """Return only the loss, although the function computes the gradients, too."""
         return self.evaluate(parameters, x, y).loss
 
     def predict(self, parameters: Named, x: Any) -> Any:
@@ -382,7 +383,7 @@ class CheckedFunction:
 class CheckedBlocks:
     """Evaluate a model of blocks as training does: the blocks write their gradients into memory that they are given.
 
-    Attributes and methods are those of :class:`CheckedFunction`, and others.
+    It has the attributes and methods of :class:`CheckedFunction`, and more.
     """
 
     def __init__(self, model: Any, dtype: Any = None) -> None:
@@ -432,7 +433,7 @@ class CheckedBlocks:
         A tied parameter has one gradient for each use, a frozen one none. The memory for gradients is first filled with
         ``fill``. With ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is
         multiplied by 2 before, and the gradients are divided by 2 after (not the new values of averaged parameters).
-        Copies of the blocks' outputs are put into ``outputs``.
+        Copies of the blocks' outputs are added to ``outputs``.
         """
         self.evaluations += 1
         params, run, scale = self._bound(read_only(dict(parameters))), self._run(batch[0], first), 1.0 + halves

@@ -1,8 +1,8 @@
 """Implement ``mpizero plan``: predict memory, messages and time of a training without starting its ranks.
 
-:func:`plan` plans what a :class:`PlanRequest` asks. From the plan :class:`PlannedRun` derives warnings, seconds, and
-whether the training fits into memory. :func:`report` formats it as a table for people, :func:`as_json` as JSON for
-programs.
+:func:`plan` plans the training of a configuration for the ranks and the machine in a :class:`PlanRequest`. The
+:class:`PlannedRun` that it returns derives warnings and seconds, and whether the training fits into memory.
+:func:`report` formats the plan as text for people, :func:`as_json` as JSON for programs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def plan(config: RunConfig, request: PlanRequest) -> PlannedRun:
     Raises
     ------
     ConfigError, DataError
-        For every error in configuration or data for which the training itself would raise it.
+        For every error in configuration or data that the training itself would raise.
     """
     config.parallel.check_ranks(request.ranks)
     if request.machine is not None and config.optimizer.kind.needs_vectors:
@@ -182,7 +182,7 @@ class PlannedRun:
 
     @property
     def refusal(self) -> str:
-        """Error message that says why the training does not fit, and which settings would help."""
+        """Error message that says why the training does not fit into memory, and which settings would help."""
         nodes = self.training.node_bytes
         node = max(nodes, key=lambda n: nodes[n])
         return (
@@ -327,7 +327,7 @@ def _head(plan: PlannedRun) -> str:
 
 
 class _Row(NamedTuple):
-    """Hold one line of a table: the rank with the largest sum of ``sizes`` among those of a stage and of some parts.
+    """Hold one line of a table: of the ranks with a pipeline stage and some parts, the one with the largest ``sizes``.
 
     ``parts`` has the first and the last number of neighbouring parts that have the same ``sizes``. Parts are numbered
     by tensor rank, then context rank.
@@ -340,7 +340,7 @@ class _Row(NamedTuple):
 
 
 def _rows(plan: PlannedRun, sizes_of: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
-    """Find, for each stage and each tensor and context part, the rank with the largest sum of ``sizes_of``.
+    """Find, for each stage and each tensor and context part, the rank with the largest sum of ``sizes_of(rank)``.
 
     Neighbouring parts of a stage with equal sizes become one line of the table.
     """
@@ -441,7 +441,7 @@ def _seconds(plan: PlannedRun, floors: TimeFloors) -> str:
 
 
 def _table(plan: PlannedRun, title: str, rows: Sequence[_Row], names: Sequence[str], *, messages: bool = False) -> str:
-    """Format a table of bytes, in a unit that suits the largest number; maybe with a last column of message counts."""
+    """Format a table of bytes, in a unit that suits the largest number; ``messages`` adds a column of their counts."""
     present = [name for name in names if any(name in row.sizes for row in rows)]
     largest = max(sum(row.sizes.values()) for row in rows)
     scale, prefix = next(((s, p) for s, p in PREFIXES if largest >= 10 * s), PREFIXES[-1])

@@ -1,13 +1,14 @@
-"""Describe a planned training as far as it is the same for all ranks, and count what its collectives send.
+"""Describe the parts of a planned training that are equal for all ranks, and count the bytes of its collectives.
 
-:func:`exchange_cost` and the functions beside it are the formulas of the bytes that collectives send. They follow the
-code of ``comm/``. They count the same bytes as the counters in that folder ([Note: bytes on the wire] in
-``comm/communicator.py``). They cut messages as ``comm/reduce.py`` does, and use messages or windows as
-``comm/model_group.py`` does. :class:`RecordingGroup` records the group calls of split layers on one rank.
+:func:`exchange_cost`, :func:`gather_cost` and :func:`direct_gather_cost` compute the bytes that peers (the ranks of an
+inter-node group) send. :class:`GroupCall` computes the bytes that tensor and context groups send. The formulas count
+the same bytes as the counters in ``comm/`` ([Note: bytes on the wire] in ``comm/communicator.py``). They cut messages
+as ``comm/reduce.py`` does, and use messages or windows as ``comm/model_group.py`` does. :class:`RecordingGroup` records
+the group calls of split layers on one rank.
 
-:class:`StepBatches` assigns the micro-batches of a step to ranks, and counts the samples that they send to each other.
-:class:`PlannedRanks` computes the groups of every rank, the same that :class:`mpizero.comm.ProcessGrid` finds in a run.
-:class:`PlannedTraining` holds all this for one training.
+:class:`StepBatches` assigns the micro-batches of a step to ranks, and counts the samples that ranks send to each other.
+:class:`PlannedRanks` computes the groups of every rank, as :class:`mpizero.comm.ProcessGrid` does in a run.
+:class:`PlannedTraining` holds all parts of one planned training that are equal for all ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Sent(NamedTuple):
     messages: int = 0
 
     def __add__(self, other: object) -> Sent:
-        """Add bytes and messages of both."""
+        """Return the sum of the bytes and the sum of the messages."""
         if not isinstance(other, Sent):
             return NotImplemented
         return Sent(self.bytes + other.bytes, self.messages + other.messages)
@@ -67,7 +68,7 @@ def one_call(nbytes: int) -> Sent:
 
 
 class ExchangeCost(NamedTuple):
-    """Hold what a rank sends in a sum or an all-gather between peers, and the sizes of its buffers.
+    """Hold what a rank sends in a reduction or an all-gather between peers, and the sizes of its buffers.
 
     Attributes
     ----------
@@ -96,7 +97,7 @@ def exchange_cost(
 ) -> ExchangeCost:
     """Return the cost of one :class:`mpizero.comm.reduce.ExactExchange`.
 
-    It sends partial sums of gradients to the peers that own the elements. Not collective.
+    The exchange sends partial sums of gradients to the peers that own the elements. Not collective.
 
     Parameters
     ----------
@@ -160,8 +161,8 @@ def gather_cost(
 def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
     """Return the cost of :func:`mpizero.comm.reduce.begin_gather`, which needs no buffers. Not collective.
 
-    It gathers several spans at once: ``columns[j][i]`` is the number of elements in span j of peer i. ``peer`` is the
-    peer whose cost is computed.
+    The all-gather sends several spans at once: ``columns[j][i]`` is the number of elements in span j of peer i.
+    ``peer`` is the peer whose cost is computed.
     """
     gathers = [(sizes[peer], len(sizes) - 1) for sizes in columns]
     return ExchangeCost(total_sent(one_call(size * itemsize * others) for size, others in gathers), 0, 0)
@@ -183,7 +184,7 @@ class WindowCopies(NamedTuple):
 
 
 class GroupCall(NamedTuple):
-    """Describe one call of a method of :class:`mpizero.types.Group`; all ranks of the group make it together.
+    """Describe one collective call of a method of :class:`mpizero.types.Group`.
 
     Attributes
     ----------
@@ -210,7 +211,7 @@ class GroupCall(NamedTuple):
     axis: str
 
     def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
-        """Return what rank ``rank`` of a group of ``size`` ranks sends. Not collective.
+        """Return the bytes and messages that rank ``rank`` of a group of ``size`` ranks sends. Not collective.
 
         If the ranks share a window (``in_window``), only shifts send messages.
         """
@@ -246,7 +247,7 @@ class GroupCall(NamedTuple):
         return WindowCopies(((total, total), (size * total, total)), 1)
 
     def _sums_parts(self, size: int) -> bool:
-        """Tell whether each rank sums one part of the array in the window, before all ranks copy the whole sum."""
+        """Tell whether each rank sums one part of an array in the window, before all ranks copy the whole sum."""
         return size >= model_group.SHARED_SUM_RANKS and self.unit * self.itemsize >= model_group.SHARED_SUM_BYTES
 
     def message_buffers(self, rank: int, size: int) -> dict[str, int]:
@@ -267,7 +268,7 @@ class GroupCall(NamedTuple):
         return {"arrived": size * part, "total": part}
 
     def half(self, size: int) -> int:
-        """Return the bytes that the call needs in each half of a window of ``size`` ranks. Not collective."""
+        """Return the bytes that the call needs in each of the two halves of a group's window. Not collective."""
         if self.kind == "shift":
             return 0
         nbytes = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
@@ -288,8 +289,8 @@ def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
 class RecordingGroup:
     """Replace the group of split layers on one rank: record their calls, and return arrays of the right shapes.
 
-    It implements :class:`mpizero.types.Group`. But no method is collective, and the values of returned arrays mean
-    nothing.
+    It implements :class:`mpizero.types.Group`, but no method is collective, and the values of returned arrays have no
+    meaning.
 
     Parameters
     ----------
@@ -298,7 +299,7 @@ class RecordingGroup:
     rank, size : int
         The rank's number in the group, and the size of the group.
     calls : list of GroupCall
-        The list to which calls are appended; the groups of one rank have the same.
+        The list to which calls are appended; tensor and context group of one rank share it.
     """
 
     def __init__(self, axis: str, rank: int, size: int, calls: list[GroupCall]) -> None:
@@ -363,7 +364,7 @@ class StepBatches:
         Which gradients are written to scratch memory (see :func:`~mpizero.sharding.config.scratch_use`).
     dynamic : bool
         Whether the ranks of a node take its grains dynamically. Then work and sums are planned as if grains were
-        assigned before the step, but memory for any assignment that may result.
+        assigned before the step, but memory is planned for every possible assignment.
     """
 
     grains: Grains
@@ -375,20 +376,24 @@ class StepBatches:
     _round_plans: dict[tuple[int, ...], RoundPlan] = field(default_factory=dict, init=False, compare=False)
 
     def rows(self, grid: PlannedGrid) -> int:
-        """Return the number of rows that every rank allocates, if grains are not computed in rounds. Not collective."""
+        """Return the number of gradient rows that a rank allocates without rounds of grains. Not collective.
+
+        A row is an array that holds a gradient or a partial sum.
+        """
         rows = self.rows_plan(grid).rows
         return max(rows, max_dynamic_rows(grid, self.grains.count)) if self.dynamic else rows
 
     def most_grains(self, grid: PlannedGrid) -> int:
-        """Return the largest number of grains, or of context ranks' parts of them, that a rank may compute."""
+        """Return the largest number of grains, or of a context group's parts of grains, that a rank may compute."""
         if self.dynamic:
             return max(map(len, node_blocks(grid, self.grains.count)))
         return -(-self.grains.count * grid.context.size // grid.data.size)
 
     def dynamic_bytes(self, grid: PlannedGrid, sample_bytes: Sequence[int]) -> int:
-        """Return the bytes of a node's memory for the samples of grains that its ranks take dynamically, or 0.
+        """Return the bytes that a node needs for the samples of grains that its ranks take dynamically.
 
-        Not collective. ``sample_bytes`` holds the bytes of one sample in each array.
+        Not collective. The result is 0 if grains are not taken dynamically. ``sample_bytes`` holds the bytes of one
+        sample in each array.
         """
         if not self.dynamic:
             return 0
@@ -422,7 +427,7 @@ class StepBatches:
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
         """Return the number of samples in each micro-batch of the rank of ``grid``, in the order of computation.
 
-        For a micro-batch that only other ranks have the number is 0; this rank then only joins their collectives. Not
+        The number is 0 for a micro-batch that only other ranks have; this rank then only joins the collectives. Not
         collective.
         """
         contexts, count = grid.context.size, self.grains.count
@@ -449,8 +454,8 @@ class StepBatches:
     def samples_moved(self, grid: PlannedGrid) -> int:
         """Return how many samples the rank of ``grid`` sends to the ranks that compute them.
 
-        Not collective. At first each rank is assumed to have a contiguous run of whole grains; the runs are as equal as
-        possible.
+        Not collective. Before that, each rank is assumed to have a contiguous range of whole grains; the ranges are as
+        equal as possible.
         """
         ranks, rank = grid.batch.size, grid.batch.rank
         local_samples = self.grains.samples_of(rank, ranks)
@@ -470,7 +475,7 @@ class StepBatches:
 
 
 def _kind(grid: PlannedGrid) -> tuple[int, ...]:
-    """Return a key that is equal for ranks for which grains are assigned, and gradients summed, in the same way."""
+    """Return a key that is equal for grids with the same assignment of grains and order of gradient sums."""
     return grid.data.size, grid.batch.size, grid.context.size, *grid.group_sizes
 
 
@@ -617,7 +622,7 @@ class PlannedTraining:
     Attributes
     ----------
     row : Placement
-        The strategy's row of the placement table.
+        Which of parameters, gradients and optimizer state the strategy shards.
     config : Config
         The settings; the communicator is not used.
     optimizer : optimizer

@@ -2,18 +2,18 @@
 
 :class:`BlockTrials` runs the blocks of a model one at a time, to measure the memory, the group calls and the output of
 each. So that these runs take little time, parameters and gradients are :class:`FakeArray` objects, whose matrix
-products are not computed. What a block allocates and keeps is measured by memory that is traced (:func:`watched`), and
-by the arrays inside of what a pass returns (:func:`buffers`). :class:`ShardSizes` has the sizes of the shards of all
+products are not computed. The memory that a block allocates is traced (:func:`watched`), and the memory that it keeps
+is found from the arrays that a pass returns (:func:`buffers`). :class:`ShardSizes` has the sizes of the shards of all
 ranks of a stage's data group, :class:`ModelPart` the part of a model that one pipeline stage, tensor rank and context
-rank holds: size, work and output. From them :class:`ChunkActivations` computes what one micro-batch needs, and
-:class:`StageActivations` how a rank's memory changes in the course of a step.
+rank holds: size, work and output. From both, :class:`ChunkActivations` computes the memory that one micro-batch needs,
+and :class:`StageActivations` how a rank's memory changes during a step.
 
-[Note: trials] No formula knows what a user's layer keeps. So one block of each kind runs forward and backward alone, on
-two samples and again on three. (Not on one: an array of one sample may be contiguous where one of several is not.)
-Blocks that differ only in the ``site`` of their dropouts are of one kind. Parameters are zeros, in memory that is freed
-afterwards; matrix products with them are not computed. Memory and messages are assumed to grow linearly with the number
-of samples. If a block's group calls show that they do not, the blocks run on as many samples as the real micro-batch
-has.
+[Note: trials] No formula can tell what a user's layer keeps in memory. So one block of each kind runs forward and
+backward alone, on two samples and again on three. (Not on one: an array of one sample may be contiguous although an
+array of several samples is not.) Blocks that differ only in the ``site`` of their dropouts are of one kind. Parameters
+are zeros, in memory that is freed afterwards; matrix products with them are not computed. Memory and messages are
+assumed to grow linearly with the number of samples. If a block's group calls show that they do not, the blocks run on
+as many samples as the real micro-batch has.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def _stored(shape: tuple[int, ...], dtype: Any, out: Array | None = None) -> Arr
 
 
 class PeakMemory:
-    """Measure by how many bytes, at most, the memory that was allocated grows from a moment on.
+    """Measure the largest growth of allocated memory, in bytes, since the start of a measurement.
 
-    ``allocations`` counts what another library allocates (:class:`mpizero.adapters.torch.passes.Allocations`);
-    None if all is Python's and NumPy's. Sums of both peaks are an upper bound: they need not be reached together.
+    ``allocations`` counts what another library allocates (:class:`mpizero.adapters.torch.passes.Allocations`); None if
+    only Python and NumPy allocate. The sum of both peaks is an upper bound: they may be reached at different times.
     """
 
     def __init__(self, allocations: Any) -> None:
@@ -115,17 +115,20 @@ class PeakMemory:
         return tracemalloc.get_traced_memory()[1] + most - self._start
 
     def foreign(self, addresses: Iterable[int]) -> int:
-        """Return the bytes in use of another library, without the arrays at these addresses. Not collective."""
+        """Return the bytes that another library has in use, without arrays at ``addresses``. Not collective."""
         return 0 if self._allocations is None else self._allocations.now - sum(map(self.size_at, set(addresses)))
 
     def size_at(self, address: int) -> int:
-        """Return the bytes in use of another library at an address; 0 if it has allocated none there."""
+        """Return the bytes that another library has in use at ``address``; 0 if it has allocated none there."""
         return 0 if self._allocations is None else int(self._allocations.size_at(address))
 
 
 @contextmanager
 def watched(computing: Any) -> Iterator[PeakMemory]:
-    """Trace the memory of a block or a loss, and what another library allocates for it, if it can count that."""
+    """Trace allocations of the block or loss ``computing``, also those of another library if ``computing`` counts them.
+
+    Yield a :class:`PeakMemory`.
+    """
     already = tracemalloc.is_tracing()
     if not already:
         tracemalloc.start()
@@ -145,7 +148,7 @@ def _owner(array: Array) -> Array:
 
 
 def nbytes_outside(tree: Any, others: frozenset[int]) -> int:
-    """Return the bytes of the arrays in ``tree``, without memory that has its address in ``others``."""
+    """Return the bytes of the arrays in ``tree``, without memory whose address is in ``others``."""
     return sum(owner.nbytes for owner in buffers(tree) if _address(owner) not in others)
 
 
@@ -155,14 +158,14 @@ def addresses(tree: Any) -> frozenset[int]:
 
 
 def _address(array: Array) -> int:
-    """Return the address of the memory of ``array``, which may be a view. It must be in use as long as that matters."""
+    """Return the memory address of ``array``, which may be a view; it is valid until the array is freed."""
     return int(_owner(array).ctypes.data)
 
 
 def buffers(value: object) -> list[Array]:
-    """Return the arrays in nested containers and objects that own their memory, each once; for a view, its owner.
+    """Return the arrays in nested containers and objects, each once; for a view, the array that owns its memory.
 
-    A cache may refer to a group of ranks, which is not searched.
+    Groups of ranks, to which a cache may refer, are not searched.
     """
     owners: dict[int, Array] = {}
     visited: set[int] = set()
@@ -209,7 +212,7 @@ class SavedMemory(NamedTuple):
     cached : int
         Bytes of the arrays in the cache that are neither the block's input nor its output nor parameters.
     deferred : int
-        Bytes of such arrays that the block keeps from the backward pass for inputs to that for weights.
+        Bytes of such arrays that the block keeps from its backward pass for inputs to its backward pass for weights.
     input, output : tuple of bool
         For each array of the block's input, and of its output, whether the cache keeps it.
     """
@@ -246,7 +249,7 @@ class BlockTrial(NamedTuple):
     output, gradient : TreeForm or None
         Forms of the output and of the input's gradient; ``gradient`` is None if the block computes none.
     passes : tuple of (int or None)
-        For each array of the output: the number of the array of the input that it is, or is a view of; else None.
+        For each array of the output, the index of the input array that it is or is a view of; None if there is none.
     saved : SavedMemory
         The arrays that the block keeps between its passes.
     peaks : PassPeaks
@@ -300,14 +303,14 @@ class TrialSample:
 
 
 class BlockTrials:
-    """Run the blocks of a model as one rank has them, one block of each kind ([Note: trials]).
+    """Run one block of each kind of a model, with the part of each block that one rank has ([Note: trials]).
 
     Parameters
     ----------
     blocks : mapping of str to Layer
         All blocks of the model, split over tensor and context group.
     loss : Loss
-        The model's loss, split over these groups.
+        The model's loss, split over tensor and context group.
     sample : TrialSample
         The sample that the first block is given.
     calls : list of GroupCall
@@ -328,8 +331,8 @@ class BlockTrials:
         """Return the trial of each block by name, and of the loss under None, for ``samples`` samples.
 
         For more than three samples, bytes and messages are extrapolated from trials on two and three samples. If a
-        block makes other group calls in the one than in the other, all blocks are run on ``samples`` samples instead.
-        Not collective.
+        block's group calls differ between these trials, all blocks are run on ``samples`` samples instead. Not
+        collective.
         """
         if samples not in self._results:
             if samples <= FEW + 1:
@@ -348,9 +351,9 @@ class BlockTrials:
         return self.sample.x.shape, self.sample.y.shape, parameters
 
     def _run(self, samples: int) -> Trials:
-        """Run one block of each kind on ``samples`` samples, on zeros of the shape that the block before returned.
+        """Run one block of each kind on ``samples`` samples: zeros of the shape that the previous block returned.
 
-        Returns the trials by block name, with the loss under None. The first block runs on the sample itself.
+        Returns the trials by block name, with the loss under None. The first block runs on copies of the real sample.
         """
         x, y = self.sample.batch(samples)
         value: Any = x
@@ -378,7 +381,7 @@ class BlockTrials:
         """Call ``attempt`` before the first trial of blocks of this kind, with one sample, without measuring it.
 
         In a first call, imports and compilation allocate memory that stays. A block that counts another library's
-        memory is called with all samples, before each trial, until it is not looked at any more.
+        memory is called with all samples before each trial, as often as checks of its first calls may take memory.
         """
         if hasattr(computing, "allocations"):
             for _ in range(computing.allocations.looks):
@@ -473,7 +476,7 @@ def _form(few: TreeForm, more: TreeForm, samples: int) -> TreeForm:
 
 
 def _zeros(form: TreeForm, *, gradient: bool = False) -> Any:
-    """Return a tree of zeros; with ``gradient`` it has None in place of whole numbers, which have no gradient."""
+    """Return a tree of zeros; with ``gradient``, None stands for arrays of integers, which have no gradient."""
     present = [not gradient or np.dtype(shape.dtype).kind in "fc" for shape in form.shapes]
     return form.build([np.zeros(*shape) if keep else None for keep, shape in zip(present, form.shapes, strict=True)])
 
@@ -514,7 +517,7 @@ class ShardSizes:
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        """For each data rank, the number of its elements that an optimizer trains; tied uses are not counted."""
+        """For each data rank, the number of its elements that an optimizer trains; a tied parameter counts once."""
         owned = (sum(spans[0].size for spans in shard.gradient_spans) for shard in self.shards)
         averaged = (sum(span.size for span, average in shard.gradient_kinds if average) for shard in self.shards)
         return tuple(count - average for count, average in zip(owned, averaged, strict=True))
@@ -554,9 +557,9 @@ class ModelPart:
     trials : BlockTrials or None
         Trial runs of the blocks of all stages; None if they cannot be tried.
     untried : str
-        Why the trials do not tell the memory of the blocks; "" if they do.
+        Why the trials do not determine the memory of the blocks; "" if they do.
     length_calls : tuple of GroupCall
-        The calls of the context group before a chunk's forward pass, in which ranks find the length of sequences.
+        The calls of the context group before a chunk's forward pass, which exchange the length of sequences.
     shape : tuple of int
         Shape of one whole sample.
     layouts : mapping of int to FlatLayout
@@ -588,8 +591,8 @@ class ModelPart:
     ) -> ModelPart:
         """Return the part of the model that the rank of ``grid`` would hold in a run. Not collective.
 
-        ``known`` are the :meth:`even_trials` of another part: if inputs and parameters have the same shapes there, the
-        results would be the same, and the blocks are not run again. With ``tries=False`` they are not run at all.
+        ``known`` are the :meth:`even_trials` of another part. If inputs and parameters of that part have the same
+        shapes, its trials are used, and blocks are not run again. With ``tries=False`` no block is run at all.
 
         Raises
         ------
@@ -622,7 +625,7 @@ class ModelPart:
 
     @property
     def unseen(self) -> str:
-        """The memory that another library takes for the blocks and that the trials do not see, in words; "" if none."""
+        """Description of the memory that blocks take in another library and trials do not count; "" if none."""
         layers = getattr(self.partitioned.split, "blocks", {}).values()
         counters = (getattr(layer, "allocations", None) for layer in layers)
         return next((counter.unseen for counter in counters if counter is not None), "")
@@ -655,7 +658,7 @@ class ModelPart:
     def gradient(self, chunk: int, samples: int) -> TreeForm:
         """Return the form of the gradient of a chunk's input for one micro-batch of ``samples`` samples.
 
-        It has no array if the chunk's first block computes no such gradient. Not collective.
+        The form has no array if the chunk's first block computes no such gradient. Not collective.
         """
         form = self._trials.of(samples)[self.blocks(chunk)[0]].gradient
         return TreeForm.of(None, "") if form is None else form
@@ -686,7 +689,7 @@ class ModelPart:
     def even_trials(self, samples: int) -> BlockTrials | None:
         """Return the trial runs if they hold for other ranks of the tensor and context group, too; else None.
 
-        They do where no group call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
+        They hold if no group call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
         """
         if self.trials is None:
             return None
@@ -701,9 +704,9 @@ class ModelPart:
 def _try_blocks(
     partitioned: PartitionedModel, grid: PlannedGrid, sample: TrialSample, known: BlockTrials | None
 ) -> tuple[BlockTrials | None, str, tuple[GroupCall, ...]]:
-    """Return the trials of a model's blocks, why they do not tell memory, and the group calls made before blocks run.
+    """Return trials of blocks, why they do not determine memory ("" if they do), and group calls before blocks run.
 
-    Not collective. Where the model is split, its blocks must be tried: their outputs are messages.
+    Not collective. The blocks of a split model must be tried, because their outputs are messages.
 
     Raises
     ------
@@ -731,10 +734,10 @@ def _try_blocks(
 
 
 def _counts(layer: nn.Layer) -> bool:
-    """Tell whether a layer's number of operations may be believed.
+    """Tell whether a layer's count of operations is reliable.
 
-    It may not if a layer of the user's has a matrix, and the default count of :class:`~mpizero.nn.Layer`, which is
-    that of a layer without products.
+    It is not if a user's layer has a matrix and the default count of :class:`~mpizero.nn.Layer`, which assumes a layer
+    without matrix products.
     """
     is_users = not type(layer).__module__.startswith("mpizero.nn.")
     if is_users and type(layer).operations is not nn.Layer.operations:
@@ -762,7 +765,7 @@ def _local(
 
 
 class _BorderArray(NamedTuple):
-    """Describe an array that goes from block to block: the first border it passes, its position there, its bytes."""
+    """Describe an array that blocks pass on: the first border ([Note: borders]), the position there, the bytes."""
 
     border: int
     position: int
@@ -770,7 +773,7 @@ class _BorderArray(NamedTuple):
 
 
 def _bytes_of(arrays: Iterable[_BorderArray], border: int) -> int:
-    """Return the bytes of those ``arrays`` that pass ``border`` first; each counts once."""
+    """Return the bytes of the ``arrays`` whose first border is ``border``; each array counts once."""
     return sum(array.nbytes for array in frozenset(arrays) if array.border == border)
 
 
@@ -778,9 +781,9 @@ def _bytes_of(arrays: Iterable[_BorderArray], border: int) -> int:
 class ChunkActivations:
     """Compute the memory that one micro-batch needs on a chunk, from trial runs of the chunk's blocks.
 
-    [Note: borders] A border is what goes from one block to the next: an array, or the arrays of a tree. Each array is
-    counted once, at the first border that it passes, and stays in memory as long as one of the blocks keeps it. The
-    input of the model's first block is not counted; it belongs to the data.
+    [Note: borders] A border consists of what one block passes to the next: an array, or the arrays of a tree. Each
+    array is counted once, at the first border that it passes, and stays in memory as long as one of the blocks keeps
+    it. The input of the model's first block is not counted; it belongs to the data.
 
     Attributes
     ----------
@@ -795,7 +798,7 @@ class ChunkActivations:
 
     @cached_property
     def _arrays(self) -> tuple[tuple[_BorderArray, ...], ...]:
-        """The arrays of the borders: of the one before the first block, and of those after each block."""
+        """The arrays of each border: the one before the first block, and the ones after each block."""
         count = len(self.trials[0].saved.input)
         sizes = [0] * count if self.entry is None else [shape.nbytes for shape in self.entry.shapes]
         borders = [tuple(_BorderArray(0, index, size) for index, size in enumerate(sizes))]
@@ -811,12 +814,12 @@ class ChunkActivations:
 
     @cached_property
     def _borders(self) -> tuple[int, ...]:
-        """Bytes of the borders, without arrays that an earlier border has, too."""
+        """Bytes of each border's arrays, without arrays that pass an earlier border, too."""
         return tuple(_bytes_of(arrays, number) for number, arrays in enumerate(self._arrays))
 
     @cached_property
     def _saved_borders(self) -> tuple[int, ...]:
-        """Bytes of the borders' arrays that caches keep for the backward pass."""
+        """Bytes of each border's arrays that caches keep for the backward pass."""
         return self._borders_saved_by(self.trials)
 
     def _borders_saved_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:
@@ -824,7 +827,7 @@ class ChunkActivations:
         return tuple(_bytes_of(saved, number) for number in range(len(self._arrays)))
 
     def _saved_by(self, number: int, trial: BlockTrial) -> set[_BorderArray]:
-        """Return the arrays before and after block ``number``, which ``trial`` describes, that its cache keeps."""
+        """Return the arrays of the borders before and after block ``number`` that its cache keeps (see ``trial``)."""
         sides = zip(self._arrays[number : number + 2], (trial.saved.input, trial.saved.output), strict=True)
         return {array for arrays, saved in sides for array, keeps in zip(arrays, saved, strict=True) if keeps}
 
@@ -841,7 +844,7 @@ class ChunkActivations:
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:
-        """For each block, the bytes that all blocks before it keep, without its own input; then the bytes of all."""
+        """For each block, the bytes that all earlier blocks keep, without its input; last, the bytes of all blocks."""
         each = (trial.saved.cached + border for trial, border in zip(self.trials, self._saved_borders, strict=False))
         return tuple(accumulate(each, initial=0))
 
@@ -867,7 +870,7 @@ class ChunkActivations:
     def input_peak(self) -> int:
         """The most bytes that the chunk needs at once in the backward pass for inputs.
 
-        In it each block's cache is replaced by what the block keeps for the backward pass for weights.
+        During this pass each block's cache is replaced by what the block keeps for the backward pass for weights.
         """
         more = accumulate((t.saved.deferred - t.saved.cached for t in reversed(self.trials)), initial=0)
         peaks = (extra + trial.peaks.input for extra, trial in zip(more, reversed(self.trials), strict=False))
@@ -974,7 +977,7 @@ class StageActivations:
         return ahead + (self._moved(self.program[number - 1], 1) if number else 0)
 
     def _moved(self, instruction: Instruction, way: int) -> int:
-        """Return the bytes that another stage sends for an instruction, if ``way`` is -1, or is sent after it, if 1."""
+        """Return the bytes received from another stage before an instruction (``way`` -1) or sent after it (1)."""
         kind, chunk, micro = instruction
         samples, stages, forward = self.jobs[micro], self.part.partitioned.parallel_layout.chunks, kind == "forward"
         other = chunk + way if forward else chunk - way

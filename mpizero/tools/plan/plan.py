@@ -79,8 +79,8 @@ class MemoryBytes(NamedTuple):
     shared : int
         Bytes of a window that ``sharers`` ranks share.
     sharers : int
-        Number of ranks that share the window. (For a sum of windows with different numbers it is their least common
-        multiple, and ``shared`` are the bytes of as many ranks' equal shares of all windows.)
+        Number of ranks that share the window. (For a sum of windows, it is the least common multiple of their numbers
+        of ranks, and ``shared`` is scaled so that ``shared / sharers`` is one rank's share of all windows.)
     """
 
     private: int = 0
@@ -93,7 +93,7 @@ class MemoryBytes(NamedTuple):
         return self.private + self.shared // self.sharers
 
     def __add__(self, other: object) -> MemoryBytes:
-        """Add private bytes, and this rank's shares of both windows."""
+        """Return the sum of the private bytes, and of this rank's shares of both windows."""
         if not isinstance(other, MemoryBytes):
             return NotImplemented
         sharers = lcm(self.sharers, other.sharers)
@@ -153,7 +153,7 @@ class RankMemory:
 
     @property
     def _copied(self) -> int:
-        """The bytes of all parameters, of which a functional model is given copies where they are sharded; else 0."""
+        """The bytes of the copy of all parameters that a functional model is given if they are sharded; else 0."""
         traffic = self.traffic
         copies = traffic.sharded and not traffic.training.by_block and any(traffic.jobs)
         return traffic.part.layout.size * self._item if copies else 0
@@ -171,7 +171,7 @@ class RankMemory:
     def _host_work(self) -> int:
         """The host bytes of the buffer for copies to the GPU, and of the reduced gradient.
 
-        The latter is 0 unless gradients stay on the GPU while the optimizer runs on the host.
+        The reduced gradient is only counted if gradients stay on the GPU while the optimizer runs on the host.
         """
         fetched = self._keeps_gradients and not self._updates_on_device
         return STAGING + (self.traffic.part.layout.gradient_size * self._item if fetched else 0)
@@ -351,9 +351,9 @@ class RankPlan:
 class TrainingPlan:
     """Predict memory, messages and work of every rank of a training.
 
-    To do so, only single blocks of the model run, one of each kind ([Note: trials] in ``tools/plan/memory.py``). Of
-    a functional model, and of blocks that cannot run alone, the plan has what the library allocates and sends, and
-    :attr:`not_counted` says what it lacks.
+    For that, only single blocks of the model run, one of each kind ([Note: trials] in ``tools/plan/memory.py``). For
+    a functional model, and for blocks that cannot run alone, the plan has only what the library itself allocates and
+    sends, and :attr:`not_counted` says why.
 
     Parameters
     ----------
@@ -364,7 +364,7 @@ class TrainingPlan:
     config : Config
         The settings.
     row : Placement
-        The strategy's row of the placement table.
+        Which of parameters, gradients and optimizer state the strategy shards.
     parallel_layout : ParallelLayout
         Sizes of the axes, schedule and cuts.
     ranks : int
@@ -372,10 +372,10 @@ class TrainingPlan:
     ranks_per_node : int or None
         Number of ranks on a real node; None puts all ranks on one node.
     mesh : Mesh or None
-        Whether ranks share memory, and how many a simulated node has; no communicator is used. None: the mesh of
-        ``config``, if that is a ShardingConfig, or the defaults.
+        Whether ranks share memory, and how many ranks a simulated node has; no communicator is used. None means the
+        mesh of ``config``, if that is a ShardingConfig, else the defaults.
     global_batch : int
-        Samples in a step. Each rank is assumed to start with those that :func:`mpizero.data.batches` gives it.
+        Samples in a step. Each rank is assumed to start with the samples that :func:`mpizero.data.batches` gives it.
     x, y : array, or tree of arrays
         Inputs and targets of at least one sample.
     loss_scale : bool
@@ -385,7 +385,7 @@ class TrainingPlan:
     message : callable
         Function that returns the seconds that a message of the given number of bytes takes from one stage to the next.
     tries : bool
-        Whether blocks run. Without it the plan has :meth:`allocated` and :attr:`simulation` only, at once.
+        Whether blocks run. If not, only :meth:`allocated` and :attr:`simulation` are available, without delay.
 
     Raises
     ------
@@ -421,7 +421,7 @@ class TrainingPlan:
 
     @cached_property
     def tiled_layout(self) -> ParallelLayout:
-        """The parallel layout with the tiles in which the model computes on it."""
+        """The parallel layout, with the number of tiles in which the model is computed on each axis."""
         return resolve_tiles(self.parallel_layout, self.config.tiles, self.model)
 
     @property
@@ -431,13 +431,13 @@ class TrainingPlan:
 
     @cached_property
     def within_rounding(self) -> tuple[str, ...]:
-        """Why results have not the bits of one process with the same tiles; empty if they have."""
+        """Reasons why results differ from one process with the same tiles by rounding; empty if bits are equal."""
         compression, accumulate = self.config.gradient_compression, self.config.accumulate
         return within_rounding(self.tiled_layout, self.model, compression, accumulate, self.optimizer)
 
     @cached_property
     def planned_ranks(self) -> PlannedRanks:
-        """The nodes of all ranks, which also give each rank's groups."""
+        """The nodes of all ranks, from which each rank's groups are computed."""
         mesh = self.mesh or getattr(self.config, "mesh", None) or Mesh()
         return PlannedRanks.build(
             self.axes, ranks_per_node=self.ranks_per_node, simulated=mesh.ranks_per_node, share=mesh.share_node_memory
@@ -476,7 +476,7 @@ class TrainingPlan:
     def allocated(self, rank: int) -> tuple[dict[str, MemoryBytes], dict[str, int]]:
         """Return the memory of one rank by part, on the host and on its GPU, as in :class:`RankPlan`. Not collective.
 
-        Without ``tries`` it has no activations, working arrays, messages and group buffers.
+        If ``tries`` is False, activations, working arrays, messages and group buffers are left out.
         """
         traffic = self.traffic(rank)
         holdings = RankMemory(traffic, self._flow(traffic))
@@ -494,7 +494,10 @@ class TrainingPlan:
         return self._traffic[rank]
 
     def _tensors_of(self, part: ModelPart, grid: PlannedGrid) -> TensorPlan:
-        """Return the owners of whole tensors of a part, computed once for all ranks with equal parts and nodes."""
+        """Return the owners of the tensors of ``part`` that the optimizer updates as a whole.
+
+        They are computed once for all ranks with equal parts and nodes.
+        """
         key = (id(part), grid.nodes)
         if key not in self._tensor_plans:
             replicated = not self.training.row.shard_optimizer
@@ -509,7 +512,7 @@ class TrainingPlan:
 
     @cached_property
     def unseen(self) -> str:
-        """The memory that known activations and working arrays lack, in words; "" if none."""
+        """Description of memory that the planned activations and working arrays do not include; "" if none."""
         return self.traffic(0).part.unseen
 
     def _plan(self, rank: int) -> RankPlan:
@@ -533,7 +536,7 @@ class TrainingPlan:
     # ------------------------------------------------------------------ parts
 
     def _flow(self, traffic: RankTraffic) -> StageActivations:
-        """Return the memory of the micro-batches of the rank whose messages are given.
+        """Return the memory that the micro-batches of the rank of ``traffic`` need.
 
         It is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
         """

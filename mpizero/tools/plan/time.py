@@ -1,9 +1,9 @@
 """Compute the least time of each phase of a step on a measured machine.
 
-It is the phase's operations divided by their measured rate, or its bytes divided by the measured bandwidth.
+The least time is the phase's operations divided by their measured rate, or its bytes divided by the measured bandwidth.
 :class:`Machine` holds the measured speeds, which :func:`write_machine` and :func:`read_machine` keep in the machine
-file, a small JSON document. :class:`StepPasses` counts the bytes that one rank reads and writes in a step to sum, check
-and update. :class:`TimeFloors` divides.
+file, a small JSON document. :class:`StepPasses` counts the bytes that one rank reads and writes in a step to sum and
+check gradients and to update parameters. :class:`TimeFloors` divides these counts by the speeds.
 
 [Note: least passes] A row is an array that holds a gradient or a partial sum. Every row of a sum is counted as read
 once, and every result as written once. A sum that a fused update uses at once is not written. Copies into and out of
@@ -83,7 +83,7 @@ class MemoryPass:
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """Hold the seconds of a matrix product with shapes of the measured model, in one of a step's forms.
+    """Hold the seconds of one matrix product of a layer: of the forward pass, or of an input's or weight's gradient.
 
     Attributes
     ----------
@@ -198,10 +198,10 @@ class Machine:
     def rate(self, ranks_per_node: int) -> float:
         """Return the floating-point operations per second of one rank on a node of ``ranks_per_node``. Not collective.
 
-        It is the number of operations of all measured linear products, divided by the sum of their seconds.
+        The rate is the number of operations of all measured linear products, divided by the sum of their seconds.
 
-        [Note: limits] Of each measurement only the fastest repetition is used, because in slower ones something else
-        used the machine as well.
+        [Note: limits] Only the fastest repetition of each measurement is used, because other processes may have slowed
+        the other repetitions.
 
         [Note: other numbers of ranks] One rank alone and all ranks at once were measured. For another number of ranks
         on a node, a rank gets an equal part of the rate that a node's measured ranks had together, but at most the rate
@@ -226,8 +226,8 @@ class Machine:
     def pass_seconds(self, read: int, written: int, ranks_per_node: int) -> float:
         """Return the seconds in which one rank reads ``read`` bytes and writes ``written`` bytes of memory.
 
-        The rank is on a node of ``ranks_per_node`` ranks. Not collective. The bandwidth is that of the measured pass
-        whose share of writes among all its bytes is nearest.
+        The rank is on a node of ``ranks_per_node`` ranks. Not collective. The bandwidth is taken from the measured pass
+        with the nearest fraction of written bytes.
         """
         if not read + written:
             return 0.0
@@ -251,7 +251,7 @@ class Machine:
 
         ``operation`` and ``where`` are those of :class:`MessageSpeed`. Between measured sizes the time is linear. Above
         the largest measured size, the time grows in proportion to the bytes. Returns 0 if the operation was not
-        measured, as on one rank. Not collective. See [Note: limits] at :meth:`rate`.
+        measured, for example on a single rank. Not collective. See [Note: limits] at :meth:`rate`.
         """
         known = sorted((m.sent, m.seconds.least) for m in self.messages if (m.operation, m.where) == (operation, where))
         if not known:
@@ -418,7 +418,7 @@ class StepPasses:
 
     @property
     def _group(self) -> int:
-        """Number of gradient elements that this rank and its peers own; for these it sums the gradients of its node."""
+        """Number of gradient elements that this rank and its peers own; it sums these elements over its node."""
         gradients = self.traffic.part.shards.gradients
         return sum(sum(gradients[rank]) for rank in self.traffic.grid.inter_node_ranks)
 
@@ -458,7 +458,7 @@ class StepPasses:
         return passes
 
     def reduction(self) -> list[PassBytes]:
-        """Return the passes that sum over ranks. Not collective.
+        """Return the passes that sum gradients over ranks. Not collective.
 
         The last sum is left out if the update is fused with it.
         """
@@ -487,7 +487,8 @@ class StepPasses:
     def optimizer(self) -> list[PassBytes]:
         """Return one entry: the bytes of norm and update together, and of the last sum if it is fused.
 
-        Not collective. Of whole tensors it counts one pass over values and state; :func:`tensor_work` has the rest.
+        Not collective. For tensors that are updated as a whole, only one pass over values and state is counted;
+        :func:`tensor_work` counts their operations.
         """
         training, tensors = self.traffic.training, self.traffic.tensors
         arrays = 1 + len(training.optimizer.slots)
@@ -505,7 +506,7 @@ class StepPasses:
 
 
 def tensor_work(traffic: RankTraffic) -> int:
-    """Return the floating-point operations by which a rank updates its whole tensors. Not collective."""
+    """Return the floating-point operations of updating the tensors that a rank updates as a whole. Not collective."""
     tensors, optimizer = traffic.tensors, traffic.training.optimizer
     owned = (tensors.tensors[number].spec.shape for number in tensors.owned(traffic.grid.data.rank))
     return sum(tensor_cost(optimizer, shape) for shape in owned)

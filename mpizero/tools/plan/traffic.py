@@ -1,6 +1,7 @@
 """Compute the bytes that one rank sends in a training step, by purpose, with a formula for each collective.
 
-:data:`PURPOSES` names the purposes, and :class:`RankTraffic` has a formula for each.
+:data:`PURPOSES` names the purposes, and :class:`RankTraffic` has a formula for each. Peers are the ranks of an
+inter-node group.
 """
 
 from __future__ import annotations
@@ -98,13 +99,13 @@ class RankTraffic:
 
     @cached_property
     def updated_in_tensors(self) -> int:
-        """Number of those elements that are parts of whole tensors."""
+        """Number of elements that this rank updates as parts of whole tensors."""
         rank = self.grid.data.rank
         return sum(move.span.size for move in self.tensors.returns[rank] if move.target == rank)
 
     @cached_property
     def jobs(self) -> tuple[int, ...]:
-        """The number of samples in each micro-batch of this rank; 0 for a micro-batch that only other ranks have."""
+        """The number of samples in each micro-batch of this rank; 0 if only other ranks have this micro-batch."""
         return self.training.step.jobs(self.grid)
 
     @cached_property
@@ -143,7 +144,7 @@ class RankTraffic:
         return [each for count in sums for each in alike[count]]
 
     def _exchanges(self, units: Sequence[int], counts: Sequence[int]) -> list[ExchangeCost]:
-        """Return the costs of exchanging the partial sums of ``units``: of the exact ones, and of those compressed."""
+        """Return the costs of exchanging the partial sums of ``units``: of uncompressed and of compressed elements."""
         training, costs = self.training, []
         for codec, owned in self._forms:
             totals = [sum(of_units[unit] for unit in units) for of_units in owned]
@@ -154,7 +155,7 @@ class RankTraffic:
 
     @cached_property
     def _forms(self) -> tuple[tuple[Codec | None, list[list[int]]], ...]:
-        """The number of gradients that each peer owns in each unit, by the codec that compresses them."""
+        """For each codec (None: uncompressed), the number of gradient elements of each peer and unit."""
         codec, every = self.training.codec, [list(self.part.shards.gradients[r]) for r in self.grid.inter_node_ranks]
         if codec is None:
             return ((None, every),)
@@ -164,7 +165,7 @@ class RankTraffic:
 
     @property
     def compressed(self) -> list[list[int]]:
-        """The number of gradients that are compressed, if there is a codec, for each peer and unit."""
+        """For each peer and unit, the number of gradient elements that a codec, if there is one, compresses."""
         exact = sent_exactly(self.training.row, self.part.partitioned, self.part.layout)
         return [compressed_sizes(self.part.shards.shards[rank], exact) for rank in self.grid.inter_node_ranks]
 
@@ -234,7 +235,7 @@ class RankTraffic:
         return total + total_sent(gather_cost.sent for gather_cost in self.gathers())
 
     def _whole_tensors(self) -> Sent:
-        """Return the messages of gradients, of gathered parameters and of updated values, and of one agreement."""
+        """Return the messages for tensors updated as a whole: gradients, parameters, results, and one agreement."""
         if not self.training.optimizer.needs_whole_tensors:
             return Sent()
         rank, size, item = self.grid.data.rank, self.grid.world.size, self.training.itemsize
@@ -262,7 +263,7 @@ class RankTraffic:
 
     @cached_property
     def calls(self) -> tuple[tuple[PlannedGroup, Counter[GroupCall]], ...]:
-        """The tensor and the context group, if they have several ranks: calls in a step, and how often each is made."""
+        """Tensor and context group, if they have several ranks, with their calls in a step and the calls' counts."""
         split = [axis for axis in ("tensor", "context") if getattr(self.grid, axis).size > 1]
         counts = {axis: Counter[GroupCall]() for axis in split if self.part.trials is not None}
         for samples, micro_batches in sorted(Counter(job for job in self.jobs if job).items()) if counts else ():
@@ -329,7 +330,7 @@ class RankTraffic:
     def _integers(self) -> Sent:
         """Return the messages by which ranks agree on new values of integer arrays, which are assumed to change.
 
-        A rank without a grain is sent the values.
+        The values are sent to ranks without a grain.
         """
         partitioned, grid = self.part.partitioned, self.grid
         integers = integers_of(partitioned.split)
