@@ -1,1 +1,1 @@
-"""Show what runs have recorded: as a page of HTML, and live on a terminal."""
+"""Show the records of runs as an HTML page, and live on a terminal."""

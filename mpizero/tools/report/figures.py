@@ -1,10 +1,11 @@
-"""Write the HTML of a report, and draw its figures as SVG that stands inside the page.
+"""Write the HTML of a report, and draw its figures as SVG inside the page.
 
-In HTML plain strings are escaped wherever they are put in, only :class:`Markup` is taken as it is. :func:`picture` lets
-matplotlib draw. Each figure has a function: :func:`draw_curves` for figures of steps, long ones as a line of means and
-a band from the least to the largest value; :func:`draw_phases` and :func:`draw_memory` for what ranks do and hold, as
-stacked bars, one or two a rank; :func:`draw_layout` for which rank holds which part of the model, a box for each rank,
-one group of boxes for each replica; :func:`draw_timetable` for a pipeline's timetable, planned or measured.
+Plain strings are escaped when they are inserted into HTML; only :class:`Markup` is inserted unchanged. :func:`picture`
+draws with matplotlib. Each kind of figure has a function: :func:`draw_curves` draws metrics by step, long curves as a
+line of means and a band from the least to the largest value; :func:`draw_phases` and :func:`draw_memory` draw the time
+and the memory of ranks as stacked bars, one or two for each rank; :func:`draw_layout` draws which rank holds which part
+of the model, with a box for each rank and a group of boxes for each replica; :func:`draw_timetable` draws the timetable
+of a pipeline, planned and measured.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Markup(str):
 
 
 def joined(parts: Iterable[str]) -> Markup:
-    """Join texts, of which those that are no :class:`Markup` are escaped."""
+    """Join texts, and escape those that are not :class:`Markup`."""
     return Markup("".join(part if isinstance(part, Markup) else escape(printable(part, keep="\n")) for part in parts))
 
 
 def element(name: str, *content: str, **attributes: object) -> Markup:
-    """Return an element with its content; attributes that are None are left out, and "_" in their names is "-"."""
+    """Return an HTML element; attributes that are None are left out, and "_" in attribute names becomes "-"."""
     attribute_text = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{joined([str(value)])}"'
         for key, value in attributes.items()
@@ -56,12 +57,12 @@ def element(name: str, *content: str, **attributes: object) -> Markup:
 
 
 def listed(items: Iterable[str]) -> Markup:
-    """Return an unordered list."""
+    """Return an unordered HTML list of ``items``."""
     return element("ul", *(element("li", item) for item in items))
 
 
 def breakable(text: str) -> Markup:
-    """Return a text that lines may break after "/" and "_", and inside hashes, but in no word."""
+    """Return the text with permitted line breaks after "/" and "_" and inside hashes, but not inside words."""
     if isinstance(text, Markup):
         return text
     hashed = _HASH.sub(lambda match: "<wbr>".join(re.findall(".{16}", match[0])), joined([text]))
@@ -69,7 +70,7 @@ def breakable(text: str) -> Markup:
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
-    """Return a table, which scrolls sideways where it is too wide; the first cell of a row is the row's heading.
+    """Return a table that scrolls sideways if it is too wide; the first cell of each row is the row's heading.
 
     ``head`` is empty for a table of names and values. Columns of numbers are aligned to the right.
     """
@@ -91,19 +92,19 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> M
 
 
 def _class_of(cells: Sequence[str]) -> str | None:
-    """Return the class of a column: "n" for numbers, "t" for long text."""
+    """Return the CSS class of a column: "n" for numbers, "t" for long text, None for other columns."""
     if all(_NUMBER.fullmatch(cell) or cell in ("", "-", "…") for cell in cells):
         return "n"
     return "t" if any(len(cell) > 24 for cell in cells) else None
 
 
 def scrolling(content: Markup, label: str, more: str = "") -> Markup:
-    """Return content that scrolls sideways where it is too wide, with shadows where there is more."""
+    """Return an element whose content scrolls sideways if it is too wide; ``more`` are further CSS classes."""
     return element("div", content, class_=f"wide {more}".strip(), tabindex=0, role="region", aria_label=label)
 
 
 def long_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], ends: int = 6) -> Markup:
-    """Return a table of the first and the last rows, and the others folded below it; whole if there are few rows."""
+    """Return a table of the first and the last rows, with the others folded below; few rows are all in one table."""
     if len(rows) <= 2 * ends + _FEW:
         return table(caption, head, rows)
     between = rows[ends:-ends]
@@ -116,35 +117,35 @@ def long_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]],
 
 
 def folded(title: str, *content: str) -> Markup:
-    """Return content that is shown after a click on its title; nothing if there is no content."""
+    """Return content that is shown after a click on its title; empty if there is no content."""
     inner = joined(content)
     return element("details", element("summary", title), inner) if inner else Markup("")
 
 
 def definitions(meanings: Iterable[tuple[str, str]]) -> Markup:
-    """Return a list of words, each with its meaning below it."""
+    """Return an HTML list of words, each with its meaning below."""
     return element("dl", *(part for word, text in meanings for part in (element("dt", word), element("dd", text))))
 
 
 def figure(picture: Markup, caption: str, *more: str) -> Markup:
-    """Return a figure of a picture, its caption, and ``more`` after that, such as a table of its numbers."""
+    """Return a figure with a picture, ``more`` content such as a table of the picture's numbers, and a caption."""
     below = element("figcaption", caption) if caption else Markup("")
     return element("figure", picture, *more, below)
 
 
 def section(title: str, *content: str, level: int = 2, name: str | None = None) -> Markup:
-    """Return a section with its heading; nothing if there is no content. ``name`` is that of links to it."""
+    """Return a section with its heading; empty if there is no content. Links refer to the section by ``name``."""
     inner = joined(content)
     return element("section", element(f"h{level}", title), inner, id=name) if inner else Markup("")
 
 
 def key(names: Iterable[tuple[str, str]]) -> Markup:
-    """Return the meaning of colours: a list of ``(colour, name)``, with a spot of each colour."""
+    """Return a legend of colours from pairs ``(colour, name)``, with a spot of each colour."""
     return element("ul", *(element("li", spot(colour), name) for colour, name in names), class_="key")
 
 
 def spot(colour: str) -> Markup:
-    """Return a spot of a colour."""
+    """Return a small spot of a colour for a legend."""
     return element("span", style=f"background:{colour}", class_="spot", aria_hidden="true")
 
 
@@ -186,11 +187,11 @@ def picture(name: str, label: str, draw: Callable[[Any], None], size: tuple[floa
     Parameters
     ----------
     name : str
-        Name of the picture in the page, of letters, digits and "-".
+        Name of the picture in the page, made of letters, digits and "-".
     label : str
-        What the picture shows, for people who do not see it.
+        Description of the picture for readers who cannot see it.
     draw : callable
-        Function that draws into the matplotlib figure that it is given.
+        Function that draws into the matplotlib figure that it gets as argument.
     size : tuple of float
         Width and height in inches.
 
@@ -216,7 +217,7 @@ def picture(name: str, label: str, draw: Callable[[Any], None], size: tuple[floa
 
 
 def _embedded(svg: str, name: str, label: str) -> Markup:
-    """Make an SVG file an element of a page: names that no other picture has, no more digits than one sees."""
+    """Convert an SVG file to an element of a page, with names unique on the page and coordinates of few digits."""
     svg = _DROPPED.sub("", svg[svg.index("<svg") :]).replace("xlink:href=", "href=")
     svg = _COORDINATES.sub(lambda match: _DIGITS.sub(r"\1", match[0]), svg)
     svg = _FONTS.sub("", svg)  # the page has one for all
@@ -241,7 +242,7 @@ def label_steps(axes: Any, *, logarithmic: bool = False) -> None:
 
 
 def label_amounts(axis: Any, unit: str = "", *, logarithmic: bool = False) -> None:
-    """Label an axis with short numbers; ``unit`` follows each, such as "B" or "ms"."""
+    """Label an axis with short numbers, each with ``unit``, such as "B" or "ms"."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     if logarithmic:
@@ -256,7 +257,7 @@ def label_amounts(axis: Any, unit: str = "", *, logarithmic: bool = False) -> No
 
 
 def _brief(value: float, unit: str) -> str:
-    """Format a number of an axis in few characters, such as "20,000", "2 M", "1.5 MB" or "0.002"."""
+    """Format a number on an axis in few characters, such as "20,000", "2 M", "1.5 MB" or "0.002"."""
     if not unit and 1000 <= abs(value) < 1e6:
         return f"{value:,.0f}"
     return f"{amount(value)}{unit}".strip() if abs(value) >= 10_000 else f"{value:.4g} {unit}".strip()
@@ -275,7 +276,7 @@ _OUTER, _FAR = 0.005, 10.0
 
 
 class Markers(NamedTuple):
-    """Hold steps that are marked on the axis: skipped ones, and the first ones after a resume."""
+    """Hold the steps that are marked on the axis: skipped steps, and the first step after each resume."""
 
     skipped: Sequence[int] = ()
     resumed: Sequence[int] = ()
@@ -284,20 +285,20 @@ class Markers(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """Hold one curve: values by step, of which those that are not finite leave gaps.
+    """Hold one curve: values by step; values that are not finite leave gaps.
 
     Attributes
     ----------
     steps, values : sequence of float
-        Its points.
+        Coordinates of the curve's points.
     colour : str
-        Its colour.
+        Colour of the curve.
     dots : bool
         Whether points are drawn as dots, for values that only some steps have.
     name : str
-        What it is, for a reader.
+        Name of the run that the curve belongs to.
     markers : Markers
-        The steps of its run that are marked on the axis.
+        The steps of the curve's run that are marked on the axis.
     """
 
     steps: Sequence[float]
@@ -309,7 +310,7 @@ class Curve:
 
 
 class Envelope(NamedTuple):
-    """Hold a curve in groups of neighbouring points: each group's mean step, and the range and mean of its values."""
+    """Hold a curve as groups of neighbouring points: mean step of each group, and range and mean of its values."""
 
     steps: npt.NDArray[np.float64]
     low: npt.NDArray[np.float64]
@@ -318,7 +319,7 @@ class Envelope(NamedTuple):
 
 
 def envelope(steps: Sequence[float], values: Sequence[float], groups: int = GROUPS) -> Envelope:
-    """Return a curve in at most ``groups`` groups of about equally many finite points."""
+    """Cut a curve into at most ``groups`` groups of about equally many finite points."""
     x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
     good = np.isfinite(y)
     x, y = x[good], y[good]
@@ -335,9 +336,9 @@ def envelope(steps: Sequence[float], values: Sequence[float], groups: int = GROU
 
 
 def draw_curves(name: str, label: str, curves: Sequence[Curve], quantity: str, *, wide: bool = False) -> Markup:
-    """Return the picture of some curves, named as in :func:`picture`; ``wide`` allows a logarithmic axis.
+    """Return the picture of some curves; ``wide`` allows a logarithmic vertical axis.
 
-    ``quantity`` is what the vertical axis shows, with its unit.
+    ``name`` and ``label`` are those of :func:`picture`. ``quantity`` is the label of the vertical axis.
     """
 
     def draw(figure: Any) -> None:
@@ -369,13 +370,13 @@ def _draw_markers(axes: Any, markers: Markers) -> None:
 
 
 def is_uneven(curves: Sequence[Curve]) -> bool:
-    """Return whether some curves are so much shorter than others that steps are on a logarithmic axis."""
+    """Return whether curves differ so much in length that the axis of steps must be logarithmic."""
     ends = [max(curve.steps) for curve in curves if curve.steps]
     return bool(ends) and min(ends) > 0 and max(ends) > _UNEVEN * min(ends)
 
 
 def lower_end(curves: Sequence[Curve], *, wide: bool) -> float | None:
-    """Return where a logarithmic axis ends so that a few tiny values do not stretch it; None if there are none."""
+    """Return the lower limit of a logarithmic axis that leaves out a few tiny values; None if there are none."""
     if not wide or not _is_wide(curves):
         return None
     values = _finite(curves)
@@ -413,7 +414,7 @@ def _is_wide(curves: Sequence[Curve]) -> bool:
 
 
 def _thinned(steps: Sequence[int]) -> list[int]:
-    """Return at most :data:`MOST_MARKS` of the steps, evenly chosen."""
+    """Return at most :data:`MOST_MARKERS` of the steps, evenly chosen."""
     return list(steps[:: max(1, -(-len(steps) // MOST_MARKERS))])
 
 
@@ -443,20 +444,20 @@ _PARTS = dict(
 
 
 class Bars(NamedTuple):
-    """Hold stacked bars: for each part its colour, and its length by rank; ``pale`` ones are hatched."""
+    """Hold stacked bars: for each part, its colour and its length on each rank; ``pale`` bars are hatched."""
 
     parts: Sequence[tuple[str, Sequence[float]]]
     pale: bool = False
 
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the colours of phases or parts of memory, which are the same on all pages; dark grey for other names."""
+    """Return the colour of each phase or part of memory, equal on all pages; other names are dark grey."""
     known = _PHASES | _PARTS
     return {name: known.get(name, OTHERS) for name in names}
 
 
 def chosen_ranks(keys: Sequence[float]) -> list[int]:
-    """Return the ranks that a picture shows: all, or evenly chosen ones with those of the least and largest key."""
+    """Return the ranks that a picture shows: all, or evenly chosen ones and those with the least and largest key."""
     count = len(keys)
     if count <= MOST_RANKS:
         return list(range(count))
@@ -475,7 +476,7 @@ def draw_phases(name: str, label: str, means: MeanPhases) -> Markup:
 
 
 def draw_memory(name: str, label: str, memory: MemoryTable) -> Markup:
-    """Return the picture of memory by part and rank: the plan hatched, and what was counted below it."""
+    """Return the picture of memory by part and rank: planned bytes hatched, and counted bytes below."""
     tints = colours_of(memory.parts)
     planned = [planned for planned, _ in memory.totals()]
     ranks = chosen_ranks(planned or [sum(sizes) for sizes in zip(*memory.counted.values(), strict=True)])
@@ -512,7 +513,7 @@ def _draw_bars(name: str, label: str, rows: Sequence[Bars], ranks: Sequence[int]
 
 
 def draw_layout(start: SessionStart) -> Markup:
-    """Return the drawing: tables of stages and parts, the ranks coloured by their nodes."""
+    """Return a drawing of the parallel layout: tables of stages and parts, with ranks coloured by node."""
     coordinates = [_coordinates(start, rank) for rank in range(start.ranks)]
     replicas: dict[int, dict[tuple[int, Any], int]] = defaultdict(dict)
     for rank, (replica, stage, part) in enumerate(coordinates):
@@ -571,7 +572,7 @@ def _rank_box(start: SessionStart, rank: int) -> Markup:
 
 
 def _nodes(start: SessionStart) -> Markup:
-    """Return the meaning of the colours: the host and the ranks of each node."""
+    """Return the legend of colours: the host and the ranks of each node."""
     ranks: dict[int, list[int]] = defaultdict(list)
     for rank, node in enumerate(start.nodes):
         ranks[node].append(rank)
@@ -587,7 +588,7 @@ def _colour(node: int) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Format ascending numbers with "to" for those that follow one another, such as "0 to 3, 8"."""
+    """Format ascending numbers, with "to" for ranges, such as "0 to 3, 8"."""
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in rank_ranges(ranks))
 
 
@@ -613,13 +614,13 @@ MOST_CELLS, MOST_NUMBERS = 6000, 160
 
 
 def kinds(cells: Sequence[PipelineCell]) -> list[str]:
-    """Return the kinds of work of some cells, in the order of :data:`WORK`."""
+    """Return the kinds of work of timetable cells, in the order of :data:`WORK`."""
     present = {cell.work for cell in cells}
     return [work for work in WORK if work in present]
 
 
 def draw_timetable(name: str, label: str, timetable: PipelineTimetable) -> Markup:
-    """Return the picture of a timetable, one row a stage; cells have the numbers of their micro-batches if they fit."""
+    """Return the picture of a timetable, one row per stage; cells show their micro-batch's number if it fits."""
     stages = 1 + max(cell.stage for cell in (*timetable.planned, *timetable.measured))
 
     rows = max(0.7, min(0.3 * stages, 4.0))

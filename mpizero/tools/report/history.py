@@ -1,8 +1,8 @@
-"""Find out from the records of a run what a reader asks first, and tell it in sentences.
+"""Compute the facts that a report shows from the records of a run, and state the most important ones in sentences.
 
-:class:`RunHistory` tells how a run ended, what was skipped and where it was resumed. The classes and functions after it
-compute what a report tells about ranks: seconds by phase, memory beside its plan, idle time of pipelines.
-:func:`findings` tells in sentences what one would otherwise search for in the pictures of a report.
+:class:`RunHistory` computes how a run ended, which steps were skipped and where it was resumed; a session is one start
+or resume of a run. Other classes and functions compute the facts about ranks: seconds by phase, counted and planned
+memory, idle time of pipelines. :func:`findings` states in sentences what is most important in the pictures of a report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SILENT, _LONG = 300.0, 10
 
 
 class Skip(NamedTuple):
-    """Hold a skipped step: its message ("" if the run ended before it was written), and its event if there is one."""
+    """Hold a skipped step: its message ("" if the run ended before writing one), and its event if there is one."""
 
     step: int
     message: str
@@ -43,15 +43,16 @@ class Skip(NamedTuple):
 
     @property
     def lowers_scale(self) -> bool:
-        """Tell whether the step only lowered the loss scale, which is no fault."""
+        """Tell whether the skipped step only lowered the loss scale, which is not a fault."""
         return self.event is not None and self.event.next_loss_scale < self.event.loss_scale
 
 
 class Resume(NamedTuple):
-    """Hold a resume: its first step, the sessions' descriptions, and which steps were repeated.
+    """Hold a resume: its first step, the sessions before and after, and which steps were repeated.
 
-    ``repeated`` has the first and the last step that had been done before; None without any. ``again`` is how many of
-    them have been done again so far, and ``same`` tells whether the losses of these were the same, bit for bit.
+    ``repeated`` has the first and the last step that had been done before the resume; None if there are none.
+    ``again`` is the number of these steps that have been repeated so far, and ``same`` tells whether their losses are
+    the same, bit for bit.
     """
 
     first: int
@@ -64,16 +65,16 @@ class Resume(NamedTuple):
 
 @dataclass(frozen=True)
 class RunHistory:
-    """Hold the records of a run, and what follows from them.
+    """Hold the records of a run, and compute the facts that follow from them.
 
     Attributes
     ----------
     name : str
         Name of the run in a report.
     records : RunRecords
-        What the run has recorded.
+        The records that the run has written.
     now : float
-        The time, in seconds since 1970.
+        The current time, in seconds since 1970.
     """
 
     name: str
@@ -82,7 +83,7 @@ class RunHistory:
 
     @property
     def sessions(self) -> tuple[SessionRecords, ...]:
-        """The sessions; empty for runs of earlier versions."""
+        """The records of each session; empty for runs of earlier versions of mpizero."""
         return self.records.sessions
 
     @property
@@ -92,23 +93,23 @@ class RunHistory:
 
     @property
     def last(self) -> SessionRecords | None:
-        """The last session."""
+        """The records of the last session; None if there are none."""
         return self.sessions[-1] if self.sessions else None
 
     @property
     def done(self) -> int:
-        """Number of steps done."""
+        """Number of training steps that are done."""
         known = [line["step"] for line in self.records.steps[-1:]]
         return max([*known, *(session.end.step for session in self.sessions[-1:] if session.end)], default=0)
 
     @property
     def planned(self) -> int | None:
-        """Number of the last step that was asked for; None if it is not recorded."""
+        """Number of steps that the run is configured to do; None if it is not recorded."""
         return None if self.start is None else self.start.steps
 
     @cached_property
     def state(self) -> str:
-        """One of "complete", "stopped", "failed", "running", and "silent": neither ended nor writing."""
+        """One of "complete", "stopped", "failed", "running", and "silent" (not ended, but no new records)."""
         if self.records.result is not None:
             return "complete"
         end = None if self.last is None else self.last.end
@@ -124,7 +125,7 @@ class RunHistory:
 
     @property
     def message(self) -> str:
-        """The reason of an early end, or the error's message; "" if there is none."""
+        """The reason why the run ended early, or the error message; "" if there is none."""
         if self.records.result is not None:
             return str(self.records.result.get("stopped") or "")
         end = None if self.last is None else self.last.end
@@ -150,12 +151,12 @@ class RunHistory:
 
     @property
     def faults(self) -> int:
-        """Number of steps that were skipped, but for those that only lowered the loss scale."""
+        """Number of skipped steps, without those that only lowered the loss scale."""
         return sum(not skip.lowers_scale for skip in self.skips)
 
     @cached_property
     def written(self) -> float:
-        """When the run has written its last line, in seconds since 1970."""
+        """The time at which the run wrote its last record, in seconds since 1970."""
         times = [event.time for session in self.sessions[-1:] for event in session.events[-1:]]
         for name in (METRICS, EVENTS):
             with contextlib.suppress(OSError):
@@ -164,7 +165,7 @@ class RunHistory:
 
     @property
     def loss(self) -> float | None:
-        """The last loss; None if there is none, or if it was not finite."""
+        """The loss of the last step; None if there is none, or if it was not finite."""
         name = self.loss_name
         return next((line[name] for line in self.records.steps[-1:] if is_number(line.get(name))), None)
 
@@ -172,7 +173,7 @@ class RunHistory:
     def loss_name(self) -> str:
         """Name of the metric that is the loss of the parameters that the run keeps.
 
-        Full-batch methods evaluate trial points, too, whose losses are "loss".
+        Full-batch methods also evaluate trial points, whose losses are the metric "loss".
         """
         return "iterate_loss" if any("iterate_loss" in line for line in self.records.steps[-1:]) else "loss"
 
@@ -189,7 +190,7 @@ class RunHistory:
         return sum(self._seconds(session) for session in self.sessions)
 
     def last_step(self, session: SessionRecords) -> int | None:
-        """Return the last step of a session, as far as it is known."""
+        """Return the last step of a session; None if it is not known."""
         if session is self.last:
             return self.done
         if session.end is not None:
@@ -205,23 +206,23 @@ class RunHistory:
 
     @property
     def rate(self) -> str:
-        """Name of the speed in the metrics; "" without steps."""
+        """Name of the metric that is the speed, such as "samples_per_second"; "" if there is none."""
         last_line = self.records.steps[-1] if self.records.steps else {}
         return next((name for name in last_line if name.endswith("_per_second")), "")
 
     @cached_property
     def speed(self) -> float | None:
-        """The speed of the median step, without the first three of the run; None without a later one."""
+        """The median speed of all steps but the run's first three; None if there are no others."""
         rates = [rate for rate in self.series(self.rate)[1][3:] if rate == rate]
         return statistics.median(rates) if rates else None
 
     def speed_at(self, steps: Sequence[int]) -> float | None:
-        """Return the mean speed of some steps; None if no line of metrics has it."""
+        """Return the mean speed of ``steps``; None if it is not recorded for any of them."""
         rates = [r for step, r in zip(*self.series(self.rate), strict=True) if step in set(steps) and r == r]
         return statistics.fmean(rates) if rates else None
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Return the steps whose metrics have the value ``name``, and these values; NaN where it was not finite."""
+        """Return the steps that have the metric ``name``, and its values; NaN for values that are not finite."""
         lines = [line for line in self.records.steps if name in line]
         values = [line[name] if is_number(line[name]) else math.nan for line in lines]
         return [line["step"] for line in lines], values
@@ -235,12 +236,12 @@ class RunHistory:
         return list(names)
 
     def messages(self, name: str) -> list[tuple[int, str]]:
-        """Return the steps whose line has a message of this name, such as "loss_spike", and the messages."""
+        """Return pairs of step and message for all messages called ``name``, such as "loss_spike"."""
         return [(line["step"], str(line[name])) for line in self.records.steps if line.get(name)]
 
     @cached_property
     def skips(self) -> list[Skip]:
-        """The skipped steps, in order, each as in its last repetition."""
+        """The skipped steps, in order; of a repeated step only the last repetition counts."""
         events = {event.step: event for session in self.sessions for event in session.skipped}
         texts = dict(self.messages("skipped"))
         last = max((line["step"] for line in self.records.steps[-1:]), default=0)
@@ -249,7 +250,7 @@ class RunHistory:
 
     @cached_property
     def resumes(self) -> list[Resume]:
-        """The resumes, in order."""
+        """The resumes of the run, in order."""
         return list(self._resumes())
 
     def _resumes(self) -> Iterator[Resume]:
@@ -279,7 +280,7 @@ class RunHistory:
 
 
 def counted(count: int, name: str) -> str:
-    """Return a number of things, such as "1 step" or "2,000 steps"."""
+    """Format a number with its noun, such as "1 step" or "2,000 steps"."""
     return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
@@ -309,9 +310,9 @@ class MeanPhases(NamedTuple):
     steps : tuple of int
         The measured steps.
     seconds, reading : list of float
-        By rank, seconds of the step, and of reading before it.
+        For each rank, seconds of a step, and seconds of reading samples before it.
     phases : dict of str to list of float
-        For each phase, by rank, its seconds; waiting last.
+        For each phase, its seconds on each rank; the phase "waiting" is last.
     """
 
     steps: tuple[int, ...]
@@ -328,13 +329,13 @@ class MeanPhases(NamedTuple):
 
     @property
     def waiting(self) -> list[float]:
-        """By rank, the share of the step in which it waited."""
+        """For each rank, the fraction of the step in which it waited for other ranks."""
         pairs = zip(self.phases[WAITING], self.seconds, strict=True)
         return [waited / total if total else 0.0 for waited, total in pairs]
 
 
 def mean_phases(measured: Sequence[PhaseSeconds]) -> MeanPhases | None:
-    """Return the means of measured steps of one session; None without any."""
+    """Return the means over the measured steps of one session; None if there are none."""
     if not measured:
         return None
     names = dict.fromkeys(name for event in measured for name in event.phases if name != WAITING)
@@ -352,12 +353,12 @@ def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 class MemoryTable(NamedTuple):
-    """Hold planned and counted bytes of memory of one kind, by part and rank.
+    """Hold planned and counted bytes of memory, of the host or of GPUs, by part and rank.
 
     Attributes
     ----------
     planned, counted : dict of str to list of int
-        Bytes by part, by rank.
+        For each part of memory, such as "parameters", the bytes on each rank.
     """
 
     planned: Mapping[str, list[int]]
@@ -365,34 +366,34 @@ class MemoryTable(NamedTuple):
 
     @property
     def compared(self) -> list[str]:
-        """The parts that were planned and counted."""
+        """The parts of memory that were both planned and counted."""
         return [part for part in self.planned if part in self.counted]
 
     @property
     def only_counted(self) -> list[str]:
-        """The parts that were counted and not planned."""
+        """The parts of memory that were counted but not planned."""
         return [part for part in self.parts if part in self.counted and part not in self.planned]
 
     @property
     def only_planned(self) -> list[str]:
-        """The parts that were planned and not counted, if any were counted."""
+        """The parts of memory that were planned but not counted; empty if nothing was counted."""
         return [part for part in self.parts if self.counted and part not in self.counted]
 
     def totals(self) -> list[tuple[int, int]]:
-        """Return, by rank, the sums of the planned and the counted bytes of the parts that are compared."""
+        """Return, for each rank, planned and counted bytes, each summed over the parts that have both."""
         pairs = [(self.planned[part], self.counted[part]) for part in self.compared]
         ranks = len(pairs[0][0]) if pairs else 0
         return [(sum(p[rank] for p, _ in pairs), sum(c[rank] for _, c in pairs)) for rank in range(ranks)]
 
     @property
     def parts(self) -> list[str]:
-        """All parts of which some rank has any bytes."""
+        """All parts of memory that take more than 0 bytes on some rank."""
         names = dict.fromkeys((*self.planned, *self.counted))
         return [part for part in names if any(self.planned.get(part, ())) or any(self.counted.get(part, ()))]
 
 
 def memory_tables(start: SessionStart | None, memory: MemoryCount | None) -> dict[str, MemoryTable]:
-    """Return the memory of the host and of GPUs, by "host" and "GPU", where anything is known of it."""
+    """Return the tables of "host" and "GPU" memory, without a table about which nothing is recorded."""
     planned = ({}, {}) if start is None else (start.planned, start.planned_device)
     counted = ({}, {}) if memory is None else (memory.counted, memory.device)
     tables = {name: MemoryTable(*both) for name, *both in zip(("host", "GPU"), planned, counted, strict=True)}
@@ -400,7 +401,7 @@ def memory_tables(start: SessionStart | None, memory: MemoryCount | None) -> dic
 
 
 def idle_fractions(cells: Sequence[PipelineCell]) -> list[float]:
-    """Return the share of a timetable's time in which each stage computes nothing; empty for no cells."""
+    """Return, for each stage, the fraction of the timetable's duration in which it is idle; empty without cells."""
     if not cells:
         return []
     begin, end = min(cell.start for cell in cells), max(cell.end for cell in cells)
@@ -411,25 +412,25 @@ def idle_fractions(cells: Sequence[PipelineCell]) -> list[float]:
 
 
 def timed_ranks(start: SessionStart | None) -> list[int]:
-    """Return the ranks whose passes a measured timetable shows, one for each stage: the first ones of every stage."""
+    """Return the ranks whose passes a measured timetable shows: the first rank of every stage."""
     others = [ranks for axis, ranks in start.coordinates.items() if axis != "pipeline"] if start else []
     ranks = range(start.ranks if start else 0)
     return [rank for rank in ranks if not any(any(axis[rank : rank + 1]) for axis in others)]
 
 
 def last_timetable(sessions: Sequence[SessionRecords]) -> tuple[SessionStart | None, PipelineTimetable] | None:
-    """Return the last measured timetable, and the start of its session; None without one."""
+    """Return the last measured timetable, and the start of its session; None if there is no timetable."""
     return next(((session.start, session.timetables[-1]) for session in reversed(sessions) if session.timetables), None)
 
 
 def last_with_memory(sessions: Sequence[SessionRecords]) -> SessionRecords | None:
-    """Return the last session whose memory was counted, or else planned; None without one."""
+    """Return the last session whose memory was counted, or else the last one whose memory was planned, or None."""
     known = [session for session in reversed(sessions) if memory_tables(session.start, session.memory)]
     return next((session for session in known if session.memory), known[0] if known else None)
 
 
 def last_with_phases(sessions: Sequence[SessionRecords]) -> SessionRecords | None:
-    """Return the last session in which a step was measured."""
+    """Return the last session in which the phases of a step were measured; None if there is none."""
     return next((v for v in reversed(sessions) if v.phases), None)
 
 
@@ -440,7 +441,7 @@ _MEAN_STEPS = 10
 
 
 def findings(history: RunHistory) -> list[str]:
-    """Return what is worth knowing about a run, in sentences; what is wrong first."""
+    """Return sentences with the most important facts about a run; faults come first."""
     return [
         *(_skipped(history) if history.skips else _nothing(history)),
         *_spikes(history),
@@ -457,7 +458,7 @@ def findings(history: RunHistory) -> list[str]:
 
 
 def percent(fraction: float) -> str:
-    """Format a share in per cent, with digits enough for small ones; 0 for an exact zero."""
+    """Format a fraction in per cent, such as "12 %", "3.4 %" or "< 0.1 %"; an exact zero is "0 %"."""
     value = 100 * fraction
     return f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %" if abs(value) >= 0.1 else "< 0.1 %"
 
@@ -488,7 +489,7 @@ def _skipped(history: RunHistory) -> Iterator[str]:
 
 
 def described_skip(skip: Skip) -> str:
-    """Return a sentence about a skipped step: why it was skipped, and where."""
+    """Return a sentence about a skipped step: the reason, and the rank and samples concerned."""
     return f"Step {skip.step:,} was skipped: {reason(skip)} of the global batch."
 
 
@@ -520,7 +521,7 @@ def _resumes(history: RunHistory) -> Iterator[str]:
 
 
 def described_resume(resume: Resume) -> str:
-    """Return a sentence about a resume: where, on how many ranks, and what was repeated."""
+    """Return a sentence about a resume: after which step, on how many ranks, and which steps were repeated."""
     before, after = resume.before, resume.after
     where = f"on {counted(after.ranks, 'rank')}"
     if before is not None and before.ranks != after.ranks:
@@ -571,7 +572,7 @@ def _losses(history: RunHistory) -> Iterator[str]:
 
 
 def _rise(least: float, last: float) -> str:
-    """Return how much larger the last value is than the least one, if that is a positive number."""
+    """Describe how much larger ``last`` is than ``least``; return "" if ``least`` is not positive."""
     if least <= 0:
         return ""
     return f", {last / least:.2g} times that," if last >= 2 * least else f", {percent(last / least - 1)} more,"
@@ -584,7 +585,7 @@ def _speed(history: RunHistory) -> Iterator[str]:
 
 
 def _crowded(history: RunHistory) -> Iterator[str]:
-    """Tell if the first node has more ranks than rank 0 may use cores, unless a rank has just the cores it needs."""
+    """Warn if the first node's ranks need more cores than rank 0 may use, unless rank 0 is bound to its own cores."""
     start = history.start
     if start is None or not start.nodes:
         return
@@ -621,7 +622,7 @@ def _waiting(history: RunHistory) -> Iterator[str]:
 
 
 def _of_earlier(history: RunHistory, start: SessionStart | None) -> str:
-    """Return a text that names the session ``start`` of a measurement, if that is not the last session; else ""."""
+    """Return a text that names the session ``start`` of a measurement; "" if it is the last session."""
     if start is None or start is history.start:
         return ""
     return f" (session {start.visit}, on {counted(start.ranks, 'rank')})"
@@ -633,7 +634,7 @@ def _waited(means: MeanPhases, rank: int) -> str:
 
 
 def _beside_median(history: RunHistory, means: MeanPhases) -> str:
-    """Return how fast the measured steps were beside the median step."""
+    """Return a sentence that compares the speed of the measured steps with the median step."""
     speed = history.speed_at(means.steps)
     if speed is None or history.speed is None:
         return ""
@@ -669,7 +670,7 @@ def _memory(history: RunHistory) -> Iterator[str]:
 def _compared(table: MemoryTable, where: str) -> Iterator[str]:
     """Yield sentences about the kinds of memory ("parameters", "gradients", ...) that were both planned and counted.
 
-    They tell by how much the counted bytes differ from the plan, and which kinds were counted but not planned.
+    The sentences say by how much counted bytes differ from the plan, and which kinds were counted but not planned.
     """
     totals = table.totals()
     relative = [(abs(counted - planned) / planned, rank) for rank, (planned, counted) in enumerate(totals) if planned]

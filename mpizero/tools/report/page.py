@@ -1,11 +1,11 @@
-"""Compose the report of one or several runs: one file of HTML that needs nothing else.
+"""Compose the report of one or several runs: one HTML file that loads no other file.
 
-Numbers of a column have one unit, and as many digits after the point. Each of the functions after that composes one
-part of a page: the time of a step (:func:`phases` by rank, :func:`pipeline` the timetable), :func:`memory` as planned
-beside what was counted, by part and rank, :func:`run_sections` what else a run has recorded, a section for each kind of
-record, :func:`curve_section` the curves, each run in its colour, and :func:`differences` the settings and the
-environment in which runs differ. :func:`glossary` explains the words that a page has. :func:`report` makes a page of
-these parts and writes it; :data:`STYLE` defines how it looks.
+:func:`seconds_column` and :func:`bytes_column` give all numbers of a column one unit and the same number of decimals.
+Other functions compose one part of a page each: :func:`phases` the time of a step by rank, :func:`pipeline` the
+timetable, :func:`memory` planned and counted bytes by part and rank, :func:`run_sections` all records of a run, with a
+section for each kind of record, :func:`curve_section` the curves, each run in its colour, and :func:`differences` the
+settings and the environment in which runs differ. :func:`glossary` explains the words that occur in a page.
+:func:`report` makes a page of these parts and writes it; :data:`STYLE` is its CSS.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ from mpizero.train.events import SessionStart, read_run
 
 
 def seconds_column(values: Sequence[float]) -> tuple[str, list[str]]:
-    """Return the unit that fits the largest of some times, and the numbers in it."""
+    """Return the unit that fits the largest of ``values`` (seconds), and all values formatted in this unit."""
     return ("ms", _formatted(values, 1e-3)) if max(values, default=0.0) < 1 else ("s", _formatted(values, 1.0))
 
 
 def bytes_column(values: Sequence[float]) -> tuple[str, list[str]]:
-    """Return the unit that fits the largest of some sizes, and the numbers in it."""
+    """Return the unit that fits the largest of ``values`` (bytes), and all values formatted in this unit."""
     scale, prefix = next(((s, p) for s, p in PREFIXES if max(values, default=0.0) >= s), PREFIXES[-1])
     return f"{prefix}B", _formatted(values, scale) if prefix else [f"{value:,.0f}" for value in values]
 
 
 def _formatted(values: Sequence[float], scale: float) -> list[str]:
-    """Format numbers so that the largest has four digits or more; what is less than the last digit is told as such."""
+    """Format numbers so that the largest has four digits or more; a value too small for the last digit gets "< "."""
     largest = max(values, default=0.0) / scale
     digits = min(4, max(0, 3 - math.floor(math.log10(largest)))) if largest > 0 else 0
     least = 10.0**-digits
@@ -105,7 +105,7 @@ def _formatted(values: Sequence[float], scale: float) -> list[str]:
 
 
 def phases(history: RunHistory, name: str) -> Iterator[Markup]:
-    """Yield the seconds of the measured steps by phase and rank."""
+    """Yield a picture and tables of the seconds of the measured steps, by phase and rank."""
     session = last_with_phases(history.sessions)
     means = mean_phases(session.phases) if session else None
     if session is None or means is None:
@@ -161,17 +161,17 @@ def _waiting_table(means: MeanPhases) -> Iterator[Markup]:
 
 
 def beside(drawn: Markup, *more: Markup) -> Markup:
-    """Return a figure and what is beside it where there is room, else below it."""
+    """Return a figure with further content beside it, or below it on a narrow page."""
     return element("div", drawn, element("div", *more), class_="pictures")
 
 
 def few_ranks(ranks: int) -> str:
-    """Return that a picture does not show all ranks, if so."""
+    """Return a sentence if a picture does not show all ranks; else ""."""
     return f" {MOST_RANKS} of {ranks} ranks are drawn." if ranks > MOST_RANKS else ""
 
 
 def pipeline(history: RunHistory, name: str) -> Iterator[Markup]:
-    """Yield the last timetable as planned and as measured, and the idle share of each stage."""
+    """Yield the last timetable, planned and measured, and the fraction of idle time of each pipeline stage."""
     timetable = last_timetable(history.sessions)
     if timetable is None:
         return
@@ -228,7 +228,7 @@ def memory(history: RunHistory, name: str) -> Iterator[Markup]:
 
 
 def _memory_table(memory: MemoryTable, where: str) -> Markup:
-    """Return the bytes of each part: of all ranks together, and of the rank that has most of it."""
+    """Return a table of each part of memory: bytes of all ranks together, and of the rank with most bytes."""
     tints, columns, names = colours_of(memory.parts), [], []
     for part in memory.parts:
         names.append(joined([spot(tints[part]), part]))
@@ -257,7 +257,7 @@ def _memory_table(memory: MemoryTable, where: str) -> Markup:
 
 
 def _cells(sizes: Sequence[int | None]) -> tuple[str, list[str]]:
-    """Return the unit of a column of sizes, and its cells: "-" where there is none."""
+    """Return the unit and the cells of a column of sizes; the cell is "-" for a missing size."""
     unit, texts = bytes_column([size or 0 for size in sizes])
     return unit, ["-" if size is None else text for size, text in zip(sizes, texts, strict=True)]
 
@@ -286,7 +286,7 @@ def run_sections(history: RunHistory, number: int = 0, level: int = 2, *, machin
     history : RunHistory
         The run.
     number : int
-        What tells runs of one page apart.
+        Number of the run among the runs on the page, from 0.
     level : int
         Level of the headings.
     machine : bool
@@ -370,7 +370,7 @@ def _layout(history: RunHistory) -> Iterator[Markup]:
 
 
 def _exactness(text: str) -> str:
-    """Return what results are equal to, in a sentence."""
+    """Return a sentence that says whether results are the same bits as those of a single process."""
     if text.startswith(_BITS):
         return f"Results are bit for bit those of a single process{text.removeprefix(_BITS)}."
     return f"Results are those of a single process {text}."
@@ -414,7 +414,7 @@ def _environment(history: RunHistory) -> Iterator[Markup]:
 
 
 def of_last_session(history: RunHistory) -> str:
-    """Return " of the last session" if a run had several."""
+    """Return " of the last session" if the run had several sessions; else ""."""
     return " of the last session" if len(history.sessions) > 1 else ""
 
 
@@ -429,7 +429,7 @@ def environment(start: SessionStart) -> dict[str, str]:
 
 
 def configuration(history: RunHistory) -> Markup:
-    """Return all settings of a run, folded."""
+    """Return a folded table of all settings of a run's last session; empty without a record."""
     chosen = settings(history.start)
     title = f"{len(chosen)} settings{of_last_session(history)}"
     return folded(title, table(title, ("setting", "value"), sorted(chosen.items()))) if chosen else Markup("")
@@ -454,12 +454,12 @@ _MOST_OTHERS = 8
 
 
 def colour_of(number: int) -> str:
-    """Return the colour of a run."""
+    """Return the colour of the run with this number on a page."""
     return COLOURS[number % len(COLOURS)]
 
 
 def curve_section(histories: Sequence[RunHistory], *above: Markup) -> Markup:
-    """Return the pictures of all metrics of steps and validations, for all runs; ``above`` precedes them."""
+    """Return a section with the curves of all metrics of all runs, and the content ``above`` before the curves."""
     drawn = [_losses(histories), *_single(histories)]
     return section("Curves", *above, *_notes(histories), element("div", *drawn, class_="pictures"), name="curves")
 
@@ -514,7 +514,7 @@ def _drawn(
     *more: Markup,
     wide: bool,
 ) -> Markup:
-    """Return a picture with its title above, and what is special about its axes below."""
+    """Return a picture with its title above, and with a caption and notes about its axes below."""
     notes = [caption] if caption else []
     if (limit := lower_end(curves, wide=wide)) is not None:
         notes.append(f"The axis ends at {limit:.1g}: smaller values, of less than one step in a hundred, are below it.")
@@ -616,7 +616,7 @@ summary { padding: .6rem 0; cursor: pointer; }
 
 
 def differences(histories: Sequence[RunHistory]) -> Iterator[Markup]:
-    """Yield the settings and the environment in which some runs differ."""
+    """Yield tables of the settings and the facts of the environment in which some runs differ."""
     without = [history.name for history in histories if history.start is None]
     known = [history for history in histories if history.start is not None]
     if without:
@@ -648,7 +648,7 @@ def _rows(values: Sequence[dict[str, str]]) -> list[tuple[str, ...]]:
 
 
 def _comparable(chosen: Sequence[dict[str, str]]) -> Iterator[Markup]:
-    """Say so if models or data differ."""
+    """Yield a warning if the settings of model or data differ between runs."""
     different = {row[0].split(".")[0] for row in _rows(chosen) if len(set(row[1:])) > 1}
     names = [f"[{name}]" for name in ("model", "data") if name in different]
     if names:
@@ -685,7 +685,7 @@ _WORDS = {
 
 
 def glossary(page: str) -> Markup:
-    """Return the meanings of the words that a page has."""
+    """Return a section with the meanings of those words of the glossary that occur in ``page``."""
     words = [(word, f"{meaning}.") for word, meaning in _WORDS.items() if re.search(rf"\b{word}", page, re.IGNORECASE)]
     return section("Words", definitions(words), name="words") if words else Markup("")
 
@@ -697,7 +697,7 @@ DEFAULT = "report.html"
 
 
 class ReportFileError(MpizeroError):
-    """Report that the file of a report cannot be written."""
+    """Report that the file for the HTML report cannot be written."""
 
     status = ExitStatus.INPUT_OUTPUT
 
@@ -710,16 +710,16 @@ def report(folders: Sequence[str], output: str | None, *, force: bool = False) -
     folders : sequence of str
         Folders of runs.
     output : str or None
-        Path of the file. None is ``report.html`` in the first folder.
+        Path of the file. None means ``report.html`` in the first folder.
     force : bool
-        Whether a file may be replaced that is no report.
+        Whether to replace an existing file that is not a report.
 
     Raises
     ------
     DataError
-        If a folder is no run's, or its records are damaged.
+        If a folder is not the folder of a run, or its records are damaged.
     ConfigError
-        If ``output`` is a file that is no report and ``force`` is False, or if a run is given twice.
+        If ``output`` is a file that is not a report and ``force`` is False, or if a run is given twice.
     UnsupportedError
         If matplotlib is not installed.
     """
@@ -738,7 +738,7 @@ def report(folders: Sequence[str], output: str | None, *, force: bool = False) -
 
 
 def _names(folders: Sequence[str]) -> list[str]:
-    """Return the last part of each folder's path; whole paths where those are not different."""
+    """Return the last part of each folder's path; the whole paths if the last parts are not all different."""
     paths = [Path(os.path.abspath(home_path(folder))) for folder in folders]
     names = [path.name or str(path) for path in paths]
     return names if len(set(names)) == len(names) else [str(path) for path in paths]
@@ -755,7 +755,7 @@ def _check_replaceable(path: Path, force: bool) -> None:
 
 
 def page(histories: Sequence[RunHistory]) -> str:
-    """Return the page about some runs. Not collective."""
+    """Return the HTML page about ``histories``. Not collective."""
     title = f"Run {histories[0].name}" if len(histories) == 1 else f"{len(histories)} runs"
     body = joined(_one(histories[0]) if len(histories) == 1 else _several(histories))
     words = glossary(body.partition('<section id="configuration">')[0])
@@ -791,7 +791,7 @@ def _one(history: RunHistory) -> Iterator[Markup]:
 
 
 def _state(history: RunHistory) -> Markup:
-    """Return how a run ended; one that is complete is marked if steps were skipped on the way."""
+    """Return a paragraph that says how the run ended; a complete run with skipped steps is marked."""
     uneven = " uneven" if history.state == "complete" and history.faults else ""
     return element("p", history.outcome, class_=f"state {history.state}{uneven}")
 
@@ -812,7 +812,7 @@ def _several(histories: Sequence[RunHistory]) -> Iterator[Markup]:
 
 
 def _summary(history: RunHistory) -> dict[str, str]:
-    """Return the most important facts of a run by name; what is not known is left out."""
+    """Return the most important facts of a run by name; unknown facts are left out."""
     start, result = history.start, history.records.result or {}
     best = result.get("best")
     steps, checks = history.series("validation_loss")
@@ -847,7 +847,7 @@ def _summary(history: RunHistory) -> dict[str, str]:
 
 
 def _duration(history: RunHistory) -> str:
-    """Return how long a run took, and how much of it first steps and checkpoints did that nothing was beside."""
+    """Return the duration of a run, and its parts for first steps and for checkpoints that interrupted the training."""
     if history.seconds is None:
         return ""
     several = len(history.sessions) > 1

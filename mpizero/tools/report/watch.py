@@ -1,8 +1,8 @@
 """Follow a run in a terminal, from the files that it writes.
 
-A running job appends lines to its files: :class:`GrowingFile` looks at a file again and again, and reads the new ones.
-:func:`terminal_curve` draws a curve with characters: dots of Braille, or stars where a terminal has no other
-characters. :func:`watch` shows what :class:`FollowedRun` has read so far, as a screen or as lines for a log.
+A running job appends lines to its files, and :class:`GrowingFile` reads the new lines each time that it is asked.
+:func:`terminal_curve` draws a curve with characters: Braille dots, or stars if the terminal has only ASCII characters.
+:func:`watch` shows what :class:`FollowedRun` has read so far, as a screen or as lines for a log.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from mpizero.train.events import EVENTS, METRICS, RESULT, SUPERSEDED, RunRecords
 
 
 class GrowingFile:
-    """Read the new lines of JSON in a file each time that it is asked.
+    """Read the new lines of a growing file of JSON lines at each call of :meth:`look`.
 
-    A file that is replaced, or cut, is read from its start again, as after a resume. Nothing but reading is needed, so
-    that it works on network file systems, too.
+    A file that is replaced or truncated, as after a resume, is read from its start again. The file is only read, by
+    polling, so this works on network file systems, too.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class GrowingFile:
     Attributes
     ----------
     lines : list of dict
-        All lines so far; those that are damaged are left out.
+        All lines read so far, without damaged lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class GrowingFile:
         self.lines: list[dict[str, Any]] = []
 
     def look(self) -> bool:
-        """Read what is new; return whether anything is."""
+        """Read the new lines of the file; return whether there were any changes."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
@@ -84,8 +84,8 @@ def terminal_curve(
 ) -> list[str]:
     """Return a curve as ``height`` lines of at most ``width`` characters, with its least and largest value at the left.
 
-    Neighbouring points are joined; values that are not finite are left out. There are no lines without a finite value,
-    or if there is no room.
+    Neighbouring points are joined; values that are not finite are left out. The list is empty if no value is finite, or
+    if width or height are too small.
     """
     points = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     if not points or height < 3:
@@ -111,7 +111,7 @@ def terminal_curve(
 
 
 def _joined_dots(points: Sequence[tuple[float, float]], width: int, height: int) -> Iterator[tuple[int, int]]:
-    """Yield the column and the row of each dot of a curve: those of its points, and of the lines between them."""
+    """Yield column and row of each dot of a curve, for its points and for the lines that join them."""
     first, last = min(step for step, _ in points), max(step for step, _ in points)
     low, high = min(value for _, value in points), max(value for _, value in points)
     before: tuple[int, float] | None = None
@@ -139,19 +139,19 @@ def watch(folder: str, *, once: bool, interval: float, stream: TextIO | None = N
     Parameters
     ----------
     folder : str
-        The run's folder, in which there may be nothing yet.
+        The run's folder, which may still be empty.
     once : bool
-        Whether to show the run as it is now, and return.
+        Whether to show the current state of the run once, and return.
     interval : float
-        Seconds between two looks.
+        Seconds between two reads of the run's files.
     stream : TextIO, optional
-        Where the run is shown (default: standard output). If it is no terminal, a line is written whenever something
-        is new, without control characters.
+        Stream on which the run is shown (default: standard output). If it is not a terminal, a line without control
+        characters is written whenever there are new records.
 
     Raises
     ------
     DataError
-        If there is no such folder; with ``once`` also if no run has recorded anything in it.
+        If there is no such folder; with ``once`` also if the folder has no records of a run.
     """
     out = sys.stdout if stream is None else stream
     followed = FollowedRun(home_path(folder))
@@ -171,7 +171,7 @@ def watch(folder: str, *, once: bool, interval: float, stream: TextIO | None = N
 
 
 class FollowedRun:
-    """Hold what a run has recorded so far. ``folder`` is the run's folder.
+    """Hold the records that a run has written so far into its folder ``folder``.
 
     Raises
     ------
@@ -189,12 +189,12 @@ class FollowedRun:
         self._files = [GrowingFile(folder / name) for name in (METRICS, EVENTS, RESULT, SUPERSEDED)]
 
     def look(self) -> bool:
-        """Read what the run has recorded since the last look; return whether there is anything new."""
+        """Read the records written since the last call; return whether there are any."""
         return any([file.look() for file in self._files])
 
     @property
     def history(self) -> RunHistory | None:
-        """The run so far; None if nothing is recorded."""
+        """The history of the run so far; None if nothing is recorded."""
         metrics, events, result, superseded = (file.lines for file in self._files)
         metrics, superseded = ([one for one in lines if is_step(one.get("step"))] for lines in (metrics, superseded))
         if not (metrics or events):
@@ -254,7 +254,7 @@ def _waiting(folder: Path) -> str:
 
 
 def screen(followed: FollowedRun, width: int, height: int, *, ascii_only: bool = False) -> list[str]:
-    """Return a run as lines that fit a terminal of this size. Not collective."""
+    """Return lines of text that show a run on a terminal of this size. Not collective."""
     history = followed.history
     if history is None:
         return _wrapped([_waiting(followed.folder)], width - 1, ascii_only=ascii_only)
@@ -269,7 +269,7 @@ def screen(followed: FollowedRun, width: int, height: int, *, ascii_only: bool =
 
 
 def _wrapped(lines: list[str], width: int, *, ascii_only: bool) -> list[str]:
-    """Return each line as at most two that fit."""
+    """Wrap each line into at most two lines of ``width`` characters."""
     result = []
     for line in lines:
         text = printable(line)
@@ -280,7 +280,7 @@ def _wrapped(lines: list[str], width: int, *, ascii_only: bool) -> list[str]:
 
 
 def _bar(history: RunHistory, width: int) -> str:
-    """Return the progress of a run as a bar, with the seconds that are left if it goes on like this."""
+    """Return the progress of a run as a bar, with the time left at the present speed."""
     if not history.planned:
         return ""
     fraction = min(1.0, history.done / history.planned)
@@ -295,7 +295,7 @@ def _bar(history: RunHistory, width: int) -> str:
 
 
 def _last_metrics(history: RunHistory) -> list[str]:
-    """Return the last metrics of a run, each with its name."""
+    """Return the last values of the most important metrics of a run, with their names."""
     result = []
     for name, title in (("loss", "loss"), ("learning_rate", "lr"), ("gradient_norm", "gradient")):
         _, values = history.series(name)
@@ -310,7 +310,7 @@ def _last_metrics(history: RunHistory) -> list[str]:
 
 
 def _events(history: RunHistory) -> list[str]:
-    """Return what has happened: skipped steps, resumes, the last checkpoint."""
+    """Return lines about skipped steps, resumes and the last checkpoint."""
     result = []
     if history.skips:
         result.append(f"{counted(len(history.skips), 'step')} skipped. {described_skip(history.skips[-1])}")
