@@ -1,4 +1,4 @@
-"""Try out whether this machine has what training needs, and say how to correct problems.
+"""Check whether this machine meets the requirements of training, and say how to correct problems.
 
 Each check is a function that returns a :class:`CheckResult`. The checks in :data:`CHECKS` try libraries and hardware.
 The checks in :data:`LAUNCH_CHECKS` compare ranks, nodes and threads with the environment variables of the launcher and

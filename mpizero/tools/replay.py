@@ -54,9 +54,9 @@ class ReplayedStep:
 def replay(path: str, chosen: str | None, tell: Callable[[str], object]) -> ReplayedStep:
     """Evaluate the samples of the bad step in the folder ``path`` again. Not collective.
 
-    The parameters come from the checkpoint ``chosen``. If it is None, they come from the run's newest undamaged
-    checkpoint of an earlier step; if there is none, they are the initial values. ``tell`` is called with a line of text
-    for each damaged checkpoint.
+    The parameters come from the checkpoint ``chosen``; None means the run's newest undamaged checkpoint of an earlier
+    step or, if there is no such checkpoint, the initial values. ``tell`` is called with a line of text for each damaged
+    checkpoint.
 
     Raises
     ------

@@ -128,9 +128,9 @@ class CheckpointTimes:
     timings : list of OperationTime
         The times of every operation.
     peaks : dict of str to tuple of int
-        For a save and for a load, by name: three peaks in bytes, each the largest over the ranks. They are the memory
-        counted by Python's ``tracemalloc``, the growth of the resident size, and the growth of the proportional set
-        size.
+        For a save and for a load, by name, the peaks in bytes, each the largest over the ranks, of three quantities:
+        the memory counted by Python's ``tracemalloc``, the growth of the resident size, and the growth of the
+        proportional set size.
     """
 
     ranks: int

@@ -1,10 +1,10 @@
 """Measure how fast a machine multiplies, moves memory, sends messages and writes files: ``mpizero bench machine``.
 
-:func:`alone` and :func:`together` time the same work on one rank alone and on all ranks at once. Four classes measure:
-:class:`ProductBenchmark` the rate of matrix products with the shapes that a transformer's layers have;
-:class:`PassBenchmark` memory bandwidth for the reads and writes of a training step, with plain loops and the library's
-kernels; :class:`MessageBenchmark` the collectives that the library uses, and messages between two ranks, for several
-sizes; :class:`FileBenchmark` writing and reading one file, of which every rank writes and reads its own part.
+:func:`alone` and :func:`together` time the same work on one rank alone and on all ranks at once.
+:class:`ProductBenchmark` measures the rate of matrix products with the shapes that a transformer's layers have.
+:class:`PassBenchmark` measures memory bandwidth for the reads and writes of a training step, with plain loops and the
+library's kernels. :class:`MessageBenchmark` times the collectives that the library uses, and messages between two
+ranks, for several sizes. :class:`FileBenchmark` times one file, of which every rank writes and reads its own part.
 :func:`measure_machine` runs these benchmarks with the sizes in a :class:`MachineRequest`; :func:`report` and
 :func:`as_json` format the measurements.
 """
@@ -370,7 +370,7 @@ def sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass
 class _TimedMessage:
-    """Time one collective, or message between two ranks, of one size.
+    """Time a collective or a message between two ranks, for one size of message.
 
     ``nbytes`` is the size of the message, ``sent`` the number of bytes that this rank sends in one call, and ``values``
     the seconds of a call, one entry for each repetition.

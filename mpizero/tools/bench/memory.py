@@ -197,7 +197,7 @@ class LayoutRequest:
     memory : MemoryRequest
         The number of parameters, the strategies, whether the ranks of a node share memory, and the number of steps.
     layout : ParallelSection
-        How the model is split over ranks. Its strategy is ignored: each strategy of :attr:`memory` is measured.
+        How the model is split over ranks. Its strategy is ignored: each strategy in :attr:`memory` is measured.
     micro_batches : int
         Number of micro-batches, of one sample each, that a replica computes in a step.
     """

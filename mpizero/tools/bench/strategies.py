@@ -80,7 +80,7 @@ class _CountedCache(NamedTuple):
 class _MeteredLayer:
     """Wrap a layer and count its caches in ``meter``.
 
-    With ``skip_input`` the layer's input is not counted. That is for the first layer, whose input is the samples.
+    With ``skip_input``, the layer's input is not counted; use it for the first layer, whose input is the samples.
     """
 
     def __init__(self, layer: Any, meter: CacheMeter, *, skip_input: bool) -> None:
@@ -127,8 +127,8 @@ def watch(engine: Engine) -> CacheMeter:
     """Wrap the blocks and the loss of this rank's engine, and return a meter that counts their caches in training.
 
     The meter counts the cache that a forward pass returns, and what ``backward_input`` keeps for
-    ``backward_weights``. It does not count parameters, samples and targets. The wrapped engine computes the same
-    values, a little slower. Call this for measurements only.
+    ``backward_weights``. Parameters, samples and targets are not counted. The wrapped engine computes the same values,
+    a little slower. Call this function for measurements only.
     """
     meter, runner = CacheMeter(), engine.runner
     piped = isinstance(runner, PipelineRunner)

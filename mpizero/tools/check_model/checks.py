@@ -146,8 +146,8 @@ def _differ(again: LossAndGradients, expected: LossAndGradients, when: str, why:
 def check_layers(checked: CheckedBlocks, batch: CheckBatch, params: Named) -> list[ModelFinding]:
     """Check that layers overwrite gradients, and that ``backward`` computes the same as its two halves.
 
-    The halves are ``backward_input`` and ``backward_weights``. They run with a loss scale of 2, so that a loss which
-    ignores its scale is found too. ``params`` are the parameters.
+    The halves are ``backward_input`` and ``backward_weights``. Both halves run with a loss scale of 2, so that a loss
+    that ignores its scale is found, too. ``params`` are the parameters.
     """
     one = checked.passed(params, batch[:2])[2]
     two = checked.passed(params, batch[:2], fill=1.0)[2]
@@ -411,7 +411,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _not_proven_right(point: ParameterPoint, names: Sequence[str]) -> list[str]:
-    """Change all parameters together, and return the names whose gradient this does not prove right."""
+    """Change all parameters together; return the parameters whose gradients are not proven right by that."""
     slopes = [point.slope(direction(point, names), enough=1e-5) for direction in (steep, dense, dense)]
     if any(slope is None or point.verdict(slope) is False for slope in slopes):
         return list(names)
@@ -710,8 +710,8 @@ def check_model(
     Raises
     ------
     ModelCheckError
-        Raised on all ranks if something is wrong. It names everything that is wrong: which value, of which parameter,
-        with numbers, the probable cause and a remedy.
+        Raised on all ranks if something is wrong. The error names everything that is wrong: which value, of which
+        parameter, with numbers, the probable cause and a remedy.
     TypeError
         If ``model`` is not a model.
 

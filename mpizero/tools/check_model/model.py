@@ -383,7 +383,7 @@ class CheckedFunction:
 class CheckedBlocks:
     """Evaluate a model of blocks as training does: the blocks write their gradients into memory that they are given.
 
-    It has the attributes and methods of :class:`CheckedFunction`, and more.
+    The class has the attributes and methods of :class:`CheckedFunction`, and more.
     """
 
     def __init__(self, model: Any, dtype: Any = None) -> None:

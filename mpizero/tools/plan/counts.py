@@ -2,8 +2,8 @@
 
 :func:`exchange_cost`, :func:`gather_cost` and :func:`direct_gather_cost` compute the bytes that peers (the ranks of an
 inter-node group) send. :class:`GroupCall` computes the bytes that tensor and context groups send. The formulas count
-the same bytes as the counters in ``comm/`` ([Note: bytes on the wire] in ``comm/communicator.py``). They cut messages
-as ``comm/reduce.py`` does, and use messages or windows as ``comm/model_group.py`` does. :class:`RecordingGroup` records
+the same bytes as the counters in ``comm/`` ([Note: bytes on the wire] in ``comm/communicator.py``), cut messages as
+``comm/reduce.py`` does, and use messages or windows as ``comm/model_group.py`` does. :class:`RecordingGroup` records
 the group calls of split layers on one rank.
 
 :class:`StepBatches` assigns the micro-batches of a step to ranks, and counts the samples that ranks send to each other.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """Hold the bytes that one rank sends to others, and the number of calls in which it sends any (``messages``)."""
+    """Hold the bytes that one rank sends to others, and ``messages``, the number of calls that send any bytes."""
 
     bytes: int = 0
     messages: int = 0
@@ -289,8 +289,8 @@ def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
 class RecordingGroup:
     """Replace the group of split layers on one rank: record their calls, and return arrays of the right shapes.
 
-    It implements :class:`mpizero.types.Group`, but no method is collective, and the values of returned arrays have no
-    meaning.
+    The class implements :class:`mpizero.types.Group`, but no method is collective, and the values of returned arrays
+    have no meaning.
 
     Parameters
     ----------

@@ -689,7 +689,8 @@ class ModelPart:
     def even_trials(self, samples: int) -> BlockTrials | None:
         """Return the trial runs if they hold for other ranks of the tensor and context group, too; else None.
 
-        They hold if no group call, with at most ``samples`` samples, cuts an array into unequal parts. Not collective.
+        The trials hold for all ranks if no group call, with at most ``samples`` samples, cuts an array into unequal
+        parts. Not collective.
         """
         if self.trials is None:
             return None
@@ -736,8 +737,8 @@ def _try_blocks(
 def _counts(layer: nn.Layer) -> bool:
     """Tell whether a layer's count of operations is reliable.
 
-    It is not if a user's layer has a matrix and the default count of :class:`~mpizero.nn.Layer`, which assumes a layer
-    without matrix products.
+    The count is unreliable if a user's layer has a matrix but keeps the default count of :class:`~mpizero.nn.Layer`,
+    which assumes a layer without matrix products.
     """
     is_users = not type(layer).__module__.startswith("mpizero.nn.")
     if is_users and type(layer).operations is not nn.Layer.operations:
@@ -969,7 +970,7 @@ class StageActivations:
     def _messages(self, number: int) -> int:
         """Return the bytes of messages in flight while instruction number ``number`` runs.
 
-        These are the receives that are posted early, and the send of the instruction before.
+        Messages in flight are the receives that are posted early, and the send of the previous instruction.
         """
         if self.part.partitioned.parallel_layout.pipeline == 1:
             return 0

@@ -4,7 +4,7 @@
 engine allocates, and the arrays of a step.
 
 [Note: allocated bytes] The parts in :data:`PARTS` up to "exchange buffers" are those that
-:class:`mpizero.sharding.params.Memory` counts in a run, and agree with its counts to the byte. They are
+:class:`mpizero.sharding.params.Memory` counts in a run, and agree with its counts to the byte. These parts are
 private arrays, and shared windows in whole pages. "group buffers" are the message buffers or the window of a tensor or
 context group. The other parts exist only during a step. "activations" are the most bytes that blocks keep for their
 backward passes. "working arrays" are the bytes needed in addition while a block runs, at the moment of most memory.
@@ -390,8 +390,8 @@ class TrainingPlan:
     Raises
     ------
     GridError, ConfigError
-        The errors that the training itself would raise. They are raised when an attribute is first read that depends on
-        the wrong setting.
+        The errors that the training itself would raise. They are raised when an attribute that depends on the wrong
+        setting is first read.
     """
 
     model: Any
@@ -496,7 +496,7 @@ class TrainingPlan:
     def _tensors_of(self, part: ModelPart, grid: PlannedGrid) -> TensorPlan:
         """Return the owners of the tensors of ``part`` that the optimizer updates as a whole.
 
-        They are computed once for all ranks with equal parts and nodes.
+        The owners are computed once for all ranks with equal parts and nodes.
         """
         key = (id(part), grid.nodes)
         if key not in self._tensor_plans:
@@ -538,7 +538,7 @@ class TrainingPlan:
     def _flow(self, traffic: RankTraffic) -> StageActivations:
         """Return the memory that the micro-batches of the rank of ``traffic`` need.
 
-        It is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
+        The result is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
         """
         _, tensor, _, context = traffic.grid.coordinates
         key = (traffic.part.partitioned.stage, tensor, context, traffic.jobs)
@@ -549,7 +549,7 @@ class TrainingPlan:
     def part(self, grid: PlannedGrid) -> ModelPart:
         """Return the part of the model on the stage, tensor rank and context rank of ``grid``. Not collective.
 
-        It is computed once for all ranks that have the same part.
+        The part is computed once for all ranks that have the same part.
         """
         stage, tensor, _, context = grid.coordinates
         if (tensor, context) not in self._parts:

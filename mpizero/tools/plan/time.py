@@ -115,7 +115,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class MessageSpeed:
-    """Hold the seconds of a collective, or of a message from one rank to one other.
+    """Hold the seconds of a collective, or of a message from one rank to another.
 
     Attributes
     ----------
@@ -169,8 +169,7 @@ class Machine:
     libraries : dict of str to str
         Versions of Python, mpizero and the libraries that they use, MPI among them.
     ranks, nodes, ranks_per_node, threads : int
-        Number of ranks and of nodes that measured together, largest number of ranks on a node, and BLAS threads of a
-        rank.
+        Number of ranks and of nodes in the measurement, largest number of ranks on a node, and BLAS threads of a rank.
     dtype : str
         The dtype of the matrix products.
     repeat : int

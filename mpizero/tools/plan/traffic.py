@@ -112,7 +112,7 @@ class RankTraffic:
     def program(self) -> tuple[Instruction, ...]:
         """The instructions of this rank's stage in a step, in order: forward and backward passes of its micro-batches.
 
-        A schedule may have more micro-batches than the step. The instructions for the additional ones are left out.
+        A schedule may have more micro-batches than the step. Instructions for additional micro-batches are left out.
         """
         axes, jobs = self.part.partitioned.parallel_layout, len(self.jobs)
         if self.grid.pipeline.size == 1 or not jobs:

@@ -108,9 +108,9 @@ def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) 
 def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None, ranks: int | None) -> list[Layout]:
     """Return the layouts to compare, and check that the model fits them.
 
-    Not collective. ``model`` is the model of ``config``. ``named`` is the option ``--layouts``. If it is None, the
-    configuration's layout and the default layouts for ``ranks`` ranks are compared. ``ranks`` is the option
-    ``--ranks``; None means the ranks of the job, or 2 threads.
+    Not collective. ``model`` is the model of ``config``. ``named`` is the option ``--layouts``; None means the layout
+    of the configuration and the default layouts for ``ranks`` ranks. ``ranks`` is the option ``--ranks``; None means
+    the ranks of the job, or 2 threads.
 
     Raises
     ------

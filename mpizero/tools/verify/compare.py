@@ -4,7 +4,7 @@
 differs, without communication. :class:`ObservedTraining` runs one training, and returns what each step computes.
 :class:`TrainingPair` compares a layout with one process step by step, and explains the first difference.
 :func:`compare_layouts` compares every layout. It first trains in one process, and keeps the numbers and hashes of this
-training in a :class:`ReferenceTrace`. A :class:`LayoutComparison` compares a layout with this trace. It makes a
+training in a :class:`ReferenceTrace`. A :class:`LayoutComparison` compares a layout with this trace, and makes a
 :class:`TrainingPair` only to explain a difference, or if the layout rounds differently than one process.
 
 [Note: following] Some layouts with tensor or context groups, such as groups of 3 ranks, add in an order that one
@@ -348,7 +348,7 @@ class ObservedTraining:
     def digests(self) -> dict[Key, bytes]:
         """Return a hash of every tensor as this rank sees it, by quantity and parameter; optimizer arrays come first.
 
-        Keys are such as ``("optimizer slot 'exp_avg'", "head.weight")`` and ``("parameter", "head.weight")``.
+        Examples of keys are ``("optimizer slot 'exp_avg'", "head.weight")`` and ``("parameter", "head.weight")``.
         """
         state = self.state()
         vectors = [
@@ -777,7 +777,7 @@ def compare_layouts(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
-    """Run the same training on several layouts, and name the first number in each that differs from one process.
+    """Run the same training on several layouts; for each, name the first number that differs from one process.
 
     Collective over ``comm``. After every step the loss, the gradient norm and hashes of parameters (as each rank sees
     them) and optimizer arrays are compared with one process that computes in the same tiles. If something differs, the

@@ -93,7 +93,7 @@ class Layout:
         return self if self.parallel.tiles is not None else Layout(replace(self.parallel, tiles=tiles))
 
     def rounds(self, accumulate: int) -> bool:
-        """Tell whether the layout's results can only be compared within rounding, whatever the model."""
+        """Tell whether the layout rounds differently than one process, for every model."""
         return bool(within_rounding(self.parallel.parallel_layout(), None, accumulate=accumulate))
 
     @property
@@ -531,8 +531,8 @@ class GradientEvidence:
 def diagnose_loss(evidence: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
     """Find the probable cause of a loss that differs.
 
-    ``counts`` has the numbers by which a sum may have been divided, such as ``{"ranks": 4}``: what is counted, and how
-    many of it there are.
+    ``counts`` has the numbers by which a sum may have been divided, by the name of what is counted, such as
+    ``{"ranks": 4}``.
     """
     rounding, wrong, right = evidence.rounding, evidence.wrong_ranks, evidence.right_ranks
     if repeated := _repeated(rounding.same(evidence.again, evidence.expected), evidence.again == evidence.first):
