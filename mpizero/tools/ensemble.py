@@ -118,7 +118,7 @@ def run_members(
             _check(function, members, world.size, on_failure, only)
         settings = {"members": members, "run": str(run), "on_failure": on_failure, "only": only}
         agree_equal(world, lambda: {"the arguments of run_members": settings}, "agree run_members")
-        root = os.path.abspath(run)  # of a member that goes into another folder, too
+        root = os.path.abspath(run)  # still valid if a member changes the working directory
         number = world.rank * members // world.size if only is None else only
         with world.split(number, name=f"member {number}") as group:
             member = Member(number, group, member_folder(root, number))

@@ -190,7 +190,7 @@ def open_language_model(
                     raise CheckpointError(f"{home}: holds {len(reader.arrays)} arrays, too few for its configuration")
                 settings.check_layout(layout)
             model = _model_of(settings)
-            with all_ranks(comm):  # before memory is taken for what a file asks for
+            with all_ranks(comm):  # before allocating memory of the size that a file says
                 specs = [spec for spec in nn.model_specs(model) if spec.tied is None]
                 wanted = {f"parameters/{spec.name}": (spec.shape, settings.dtype) for spec in specs}
                 reader.check(wanted, complete=False)

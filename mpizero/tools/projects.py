@@ -19,7 +19,7 @@ from pathlib import Path
 from mpizero._util.checks import home_path
 from mpizero.errors import ConfigError
 
-#: Layouts that a project's test compares with one process: of models of blocks, and of functions.
+#: Layouts that a project's test compares with one process: for models of blocks, and for functional models.
 _BLOCKS, _FUNCTION = "zero3*2; pipeline=2", "zero1*4; ddp*2"
 
 
@@ -167,14 +167,14 @@ def new_project(folder: str | Path, kind: str) -> Path:
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target if there else target.parent))
     try:
         _write(beside, KINDS[kind], re.sub(r"[^\w.-]+", "-", target.name))
-        if there:  # the folder stays the one that a shell may stand in, with its permissions
+        if there:  # keep the folder itself: it may be a shell's working directory, and has permissions
             for path in beside.iterdir():
                 path.rename(target / path.name)
             beside.rmdir()
         else:
             mask = os.umask(0)
             os.umask(mask)
-            beside.chmod(0o777 & ~mask)  # that of mkdtemp is for one user alone
+            beside.chmod(0o777 & ~mask)  # mkdtemp's permissions are for one user only
             beside.rename(target)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
@@ -205,7 +205,7 @@ def _write(folder: Path, kind: Kind, name: str) -> None:
     files = {file: _text(path) for file, (path, _) in kind.files.items()}
     files["test_layouts.py"] = _filled("common/test_layouts.py", words)
     files[".gitignore"] = _text("common/gitignore")
-    files["README.md"] = _filled("common/README.md", words).replace("```sh\n\n", "```sh\n")  # where nothing is built
+    files["README.md"] = _filled("common/README.md", words).replace("```sh\n\n", "```sh\n")  # without a build command
     for mpi, (pmi, launcher) in _MPI.items():
         job = f"job_{mpi.replace(' ', '').lower()}.sbatch"
         files[job] = _filled("common/job.sbatch", {**words, "mpi": mpi, "pmi": pmi, "launcher": launcher, "job": job})

@@ -112,8 +112,8 @@ def ranks_per_node(leaders: Sequence[int]) -> int | None:
 #: Queries in one product of attention; :mod:`mpizero.nn.transformer` cuts them into blocks of this size.
 _QUERIES = 64
 _VOCABULARY = 256
-#: A product is repeated until about ``_OPERATIONS`` operations are done, at most ``_MOST`` times: a single small one is
-#: too short to time.
+#: A product is repeated until about ``_OPERATIONS`` operations are done, at most ``_MOST_PRODUCTS`` times: a single
+#: small product is too short to time.
 _OPERATIONS, _MOST_PRODUCTS = 2e8, 100
 
 
@@ -357,8 +357,8 @@ class PassBenchmark:
 
 #: Bytes of the smallest message, and the factor from one size to the next.
 _SMALLEST, _FACTOR = 8, 16
-#: A collective is repeated until about ``_BYTES`` bytes have moved, at most ``_MOST`` times: a single short one could
-#: not be timed.
+#: A collective is repeated until about ``_BYTES`` bytes have moved, at most ``_MOST_MESSAGES`` times: a single short
+#: collective could not be timed.
 _BYTES, _MOST_MESSAGES = 1 << 21, 50
 
 
@@ -412,7 +412,7 @@ class MessageBenchmark:
             full, other = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
             yield self._exchange(full, other)
             yield self._gather(full)
-            vector = np.ones(nbytes // 8)  # sums of float64 have a type that every MPI adds
+            vector = np.ones(nbytes // 8)  # every MPI library can reduce float64
             sent = 2 * vector.nbytes * (comm.size - 1) // comm.size
             reduce = partial(comm.allreduce, vector, "max", "bench")
             yield _TimedMessage("allreduce", "all ranks", nbytes, sent, reduce)

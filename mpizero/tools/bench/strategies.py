@@ -257,7 +257,7 @@ def measure_memory(
         for strategy in request.strategies:
             if comm.rank == 0:
                 tell(f"{strategy}, {'shared' if shared else 'private'} memory, {comm.size} ranks")
-            # Libraries, kernels and buffers that every strategy needs are there before the measurement.
+            # Load libraries and kernels, and allocate buffers that every strategy needs, before the measurement.
             _train(wide_mlp(1), comm, strategy, shared, 1)
             rows.append(_train(model, comm, strategy, shared, request.steps))
     return rows
@@ -277,7 +277,7 @@ def _train(model: nn.MLP, comm: Communicator, strategy: str, shared: bool, steps
         every = comm.allgather_object(
             (
                 int(sum(facts.formula_bytes.values())),
-                # Messages pass through a few megabytes, however large the model is: not in the formulas.
+                # Message buffers are a few megabytes for every model, and not in the formulas.
                 sum(size for kind, size in facts.bytes_on_rank.items() if kind != "exchange buffers"),
                 facts.peak_bytes,
                 after - before,

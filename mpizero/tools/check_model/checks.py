@@ -507,7 +507,7 @@ def _worst(point: ParameterPoint, wrong: WrongGradient) -> list[int]:
     return [int(i) for i in np.unravel_index(low, shape)]
 
 
-#: How much sums may differ, as a multiple of what changing the last bits of the parameters changes.
+#: How much sums may differ, as a multiple of the change that new last bits of the parameters cause.
 OF_NOISE = 64.0
 
 
@@ -604,7 +604,7 @@ def _sums_cause(what: str, sums: BatchSums, joined: dict[str, Array]) -> tuple[s
     by_weight = np.sum([w * p[what] for w, p in zip(weights, sums.pieces, strict=True)], axis=0)
     if largest(by_weight / (weights.sum() or 1.0) - full) <= near and not constant:
         return "a mean by weight", "return the weighted sum, and the sum of the weights as the weight"
-    extra = sums.total(what) - full  # a term per call is there as often as there are pieces more
+    extra = sums.total(what) - full  # a term that each call adds is in it once for each piece but one
     first = sums.total(what, len(counts) - 1) - joined[what]
     if len(counts) > 2 and np.abs(extra * (len(counts) - 2) - first * (len(counts) - 1)).max() <= near:
         hint = "multiply it, and its gradient, by the weight of the batch, such as len(x)"

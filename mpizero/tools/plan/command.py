@@ -128,7 +128,7 @@ def plan(config: RunConfig, request: PlanRequest) -> PlannedRun:
         model=model,
         optimizer=build_optimizer(config),
         config=settings,
-        mesh=parallel.mesh("self"),  # whose ranks are never asked for
+        mesh=parallel.mesh("self"),  # its number of ranks is never used
         loss_scale=settings.loss_scale(None) is not None,
         row=placement(parallel.strategy),
         parallel_layout=parallel.parallel_layout(),

@@ -277,7 +277,7 @@ class BlockTrial(NamedTuple):
         return max(self.peaks.input, self.saved.deferred - self.saved.cached + ends + self.peaks.weights)
 
 
-#: Trials by the name of the block, which may be "" for a module that is one block; that of the loss under None.
+#: Trials of blocks by name (which may be "" for a module that is one block), and the trial of the loss under None.
 Trials = dict[str | None, BlockTrial]
 
 
@@ -400,7 +400,7 @@ class BlockTrials:
             cached, saved = nbytes_outside(cache, outside | {*out}) + watch.foreign(out), addresses(cache)
             form = TreeForm.of(y, "the output")
             del y
-            saved |= {address for address in out if watch.size_at(address)}  # a graph of another library keeps them
+            saved |= {address for address in out if watch.size_at(address)}  # kept by a graph of another library
             results = saved & {*out}
             watch.begin()
             dy = _zeros(form, gradient=True)

@@ -272,7 +272,7 @@ class RankMemory:
     def _exchange_buffers(self) -> int:
         """Return the bytes of the largest buffers that the messages of gradients need."""
         traffic = self.traffic
-        every = [*traffic.reductions, *traffic.replications()]  # parameters go straight to their places
+        every = [*traffic.reductions, *traffic.replications()]  # messages of parameters need no buffers
         buffers = [(e.send_buffer, e.receive_buffer, e.packed_send, e.packed_receive) for e in every]
         return sum(max(sizes) for sizes in zip(*buffers, strict=True))
 

@@ -220,7 +220,7 @@ class RankTraffic:
             return []
         units = {chunk: self.part.layout.units_of(self.part.blocks(chunk)) for chunk in self.part.partitioned.chunks}
         of_unit = {unit.index: self._gather(unit) for unit in self.part.layout.units}
-        passes = self.program if self.training.by_block else self.program[::2]  # one of a functional model is both
+        passes = self.program if self.training.by_block else self.program[::2]  # a functional model has one pass
         return [of_unit[unit.index] for instruction in passes for unit in units[instruction.chunk]]
 
     def _gather(self, unit: Unit) -> ExchangeCost:

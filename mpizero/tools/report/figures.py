@@ -27,9 +27,9 @@ from mpizero.guard.reports import rank_ranges
 from mpizero.tools.report.history import WAITING, MeanPhases, MemoryTable
 from mpizero.train.events import PipelineCell, PipelineTimetable, SessionStart
 
-#: Rows that are too few to be folded.
+#: The most rows that are shown instead of being folded.
 _FEW = 4
-#: Folded rows at most, so that a page stays small.
+#: The most folded rows, so that a page stays small.
 _MOST_FOLDED = 500
 _HASH = re.compile(r"\b[0-9a-f]{64}\b")
 _NUMBER = re.compile(r"(< )?-?\d[\d,.]*(e[+-]\d+)?( [%a-zA-Zµ]{1,3})?")
@@ -151,11 +151,11 @@ def spot(colour: str) -> Markup:
 
 #: Colours that people with any kind of colour vision tell apart (Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b8860b", "#6a51a3", "#7a3b12")
-#: Others than :data:`COLOURS`, for pictures on the same page whose colours mean something else.
+#: Colours that are not in :data:`COLOURS`, for pictures on the same page whose colours mean something else.
 SECOND_COLOURS = ("#332288", "#117733", "#aa4499", "#999933", "#882255", "#5b8fa8", "#8c6d5a", "#3d3d5c")
-#: The colour of a run that is alone on its page, and of its validation.
+#: The colours of training and validation curves on a page of a single run.
 INK, VALIDATION = "#222222", "#c2417c"
-#: The colour of what has none of its own.
+#: The colour of phases and parts of memory without a colour of their own.
 OTHERS = "#444444"
 #: The colours of waiting, and of marks at skipped steps.
 GREY, SKIPPED = "#c9c9c9", "#b00020"
@@ -220,7 +220,7 @@ def _embedded(svg: str, name: str, label: str) -> Markup:
     """Convert an SVG file to an element of a page, with names unique on the page and coordinates of few digits."""
     svg = _DROPPED.sub("", svg[svg.index("<svg") :]).replace("xlink:href=", "href=")
     svg = _COORDINATES.sub(lambda match: _DIGITS.sub(r"\1", match[0]), svg)
-    svg = _FONTS.sub("", svg)  # the page has one for all
+    svg = _FONTS.sub("", svg)  # the page's CSS sets the font
     svg = _NAMES.sub(rf"\1{name}-", svg)
     box = re.search(r'viewBox="[^"]*"', svg)
     inner = svg[svg.index(">") + 1 :]
@@ -263,15 +263,15 @@ def _brief(value: float, unit: str) -> str:
     return f"{amount(value)}{unit}".strip() if abs(value) >= 10_000 else f"{value:.4g} {unit}".strip()
 
 
-#: A curve of more points is drawn in so many groups of neighbouring points.
+#: A curve of more than MOST_POINTS points is drawn as GROUPS groups of neighbouring points.
 MOST_POINTS, GROUPS = 1000, 500
-#: Markers on an axis that are drawn at most.
+#: The most markers that are drawn on an axis.
 MOST_MARKERS = 200
-#: The ratio of large values to small ones, but for the outer per cent, from which an axis is logarithmic.
+#: An axis is logarithmic if the ratio of the 99th to the first percentile of its values exceeds this number.
 _WIDE = 50.0
-#: The ratio of the longest curve's last step to the shortest one's from which steps are on a logarithmic axis.
+#: Steps are on a logarithmic axis if the last steps of the longest and the shortest curve exceed this ratio.
 _UNEVEN = 10.0
-#: The share of the least values that a logarithmic axis may leave out, and the ratio from which it does.
+#: A logarithmic axis leaves out the fraction _OUTER of the least values if the least is _FAR times below the others.
 _OUTER, _FAR = 0.005, 10.0
 
 
@@ -418,9 +418,9 @@ def _thinned(steps: Sequence[int]) -> list[int]:
     return list(steps[:: max(1, -(-len(steps) // MOST_MARKERS))])
 
 
-#: Ranks that one picture shows at most.
+#: The most ranks that one picture shows.
 MOST_RANKS = 64
-#: The colour of each phase: passes have those of the pipeline's timetable.
+#: The colour of each phase; forward and backward have the colours of the pipeline's timetable.
 _PHASES = {
     "forward": COLOURS[0],
     "backward": COLOURS[1],
@@ -609,7 +609,7 @@ WORK = {
     "backward_input": (COLOURS[1], "backward pass: gradients of inputs"),
     "backward_weights": (COLOURS[2], "backward pass: gradients of parameters"),
 }
-#: Cells that a picture shows at most; their numbers are shown up to fewer.
+#: The most cells of a timetable that are drawn, and the most that are drawn with numbers.
 MOST_CELLS, MOST_NUMBERS = 6000, 160
 
 

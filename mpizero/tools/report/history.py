@@ -30,7 +30,7 @@ from mpizero.train.events import (
     is_number,
 )
 
-#: Seconds without a new line, and measured steps of that length, after which a run is not said to be running.
+#: A run counts as silent after this many seconds, or this many times its longest measured step, without a new record.
 SILENT, _LONG = 300.0, 10
 
 
@@ -265,7 +265,7 @@ class RunHistory:
             block = dict(superseded[taken : taken + start.superseded])
             taken += start.superseded
             later = {line["step"]: line.get("loss") for line in self.records.steps}
-            later |= dict(reversed(superseded[taken:]))  # what was done again first, if it was superseded, too
+            later |= dict(reversed(superseded[taken:]))  # the first repetition, if it was superseded, too
             again = [step for step in block if step in later]
             if start.step > 0:
                 yield Resume(
@@ -287,7 +287,7 @@ def counted(count: int, name: str) -> str:
 #: Name of the phase in which a rank waits for others.
 WAITING = "waiting"
 
-#: What a step does in each phase.
+#: Description of each phase of a step.
 MEANINGS = {
     "forward": "forward passes",
     "backward": "backward passes",
@@ -434,9 +434,9 @@ def last_with_phases(sessions: Sequence[SessionRecords]) -> SessionRecords | Non
     return next((v for v in reversed(sessions) if v.phases), None)
 
 
-#: Sentences of one kind that are told one by one.
+#: The most events of one kind that get a sentence each.
 MOST_LISTED = 3
-#: Steps at most over whose losses the first and the last mean are taken.
+#: The most steps at each end of a run over which losses are averaged.
 _MEAN_STEPS = 10
 
 

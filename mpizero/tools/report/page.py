@@ -262,11 +262,11 @@ def _cells(sizes: Sequence[int | None]) -> tuple[str, list[str]]:
     return unit, ["-" if size is None else text for size, text in zip(sizes, texts, strict=True)]
 
 
-#: How records say that results are exact.
+#: How records begin that say that results are exact.
 _BITS = "the bits of one process"
 #: Resumes that are described one by one.
 _MOST_RESUMES = 24
-#: What records call the facts of an environment, and what a reader does.
+#: Names of facts about the environment: in the records, and on the page.
 _FACTS = {
     "cores": "cores that rank 0 may use",
     "threads": "threads per rank",
@@ -445,11 +445,11 @@ def setting_text(value: Any) -> str:
     return "not set" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-#: Figures that have a place of their own, or none.
+#: Metrics that are drawn in a fixed place, or not at all.
 _PLACED = {"step", "loss", "validation_loss", "learning_rate", "gradient_norm", "bytes_sent", "memory"}
-#: What titles of pictures say beside the quantity.
+#: Suffixes of titles of pictures.
 _CHECKED, _UNCLIPPED = " (validation)", ", before clipping"
-#: Other figures that are drawn at most.
+#: The most other metrics that are drawn.
 _MOST_OTHERS = 8
 
 
@@ -525,7 +525,7 @@ def _drawn(
     label = f"Curve: {title} by step. {_range(curves)}"
     quantity = title.removesuffix(_CHECKED).removesuffix(_UNCLIPPED)
     if not (quantity.isascii() and quantity.isprintable()):
-        quantity = ""  # matplotlib's font may not have its characters; the page's has, where the title stands
+        quantity = ""  # matplotlib's font may lack its characters; the title above uses the page's font
     drawn = draw_curves(name, label, curves, quantity[:1].lower() + quantity[1:], wide=wide)
     return figure(joined([element("p", title, class_="title"), drawn]), " ".join(notes), *more)
 
@@ -538,7 +538,7 @@ def _single(histories: Sequence[RunHistory]) -> Iterator[Markup]:
     for index, name in enumerate([*known, *rates, *others[:_MOST_OTHERS]]):
         title = known.get(name, name.replace("_per_second", " a second").replace("_", " "))
         title = title[:1].upper() + title[1:]
-        # whether all runs have the figure in no steps but those that were followed by a validation
+        # whether all runs have this metric only in steps with a validation
         checked = all(set(h.series(name)[0]) <= set(h.series("validation_loss")[0]) for h in histories)
         curves = []
         for number, history in enumerate(histories):
@@ -690,7 +690,7 @@ def glossary(page: str) -> Markup:
     return section("Words", definitions(words), name="words") if words else Markup("")
 
 
-#: What a file begins with that this module has written, and so may replace.
+#: Beginning of every file that this module writes; it may replace files that begin so.
 HEADER = '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="generator" content="mpizero report">'
 #: Name of the file that is written by default, in the folder of the first run.
 DEFAULT = "report.html"

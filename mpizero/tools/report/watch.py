@@ -127,7 +127,7 @@ def _joined_dots(points: Sequence[tuple[float, float]], width: int, height: int)
         before = x, y
 
 
-#: Lines and columns that a terminal has if it does not tell, and the least that are used.
+#: Columns and lines of a terminal of unknown size, and the least numbers that are used.
 _SIZE, _LEAST = (80, 24), (40, 12)
 #: Terminal codes: to the top left corner, clear to the end of the line, and of the screen.
 _HOME, _LINE_END, _SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -201,7 +201,7 @@ class FollowedRun:
             return None
         session_events = SessionEvents()
         for line in events:
-            with suppress(ValueError):  # damaged: what follows is still of use
+            with suppress(ValueError):  # a damaged line: later lines are still used
                 session_events.add(line)
         records = RunRecords(
             self.folder, tuple(metrics), tuple(superseded), session_events.sessions, result[-1] if result else None
@@ -216,7 +216,7 @@ def _follow(followed: FollowedRun, out: TextIO, interval: float) -> None:
     while True:
         new = followed.look()
         history = followed.history
-        if terminal:  # again and again: times go on
+        if terminal:  # redrawn without new records, too, because ages of records change
             lines = screen(followed, *_size(out), ascii_only=not _has_braille(out))
             out.write(_HOME + "".join(f"{line}{_LINE_END}\n" for line in lines) + _SCREEN_END)
             out.flush()

@@ -1,1 +1,1 @@
-"""Run one training on several layouts; report the first number that differs, its location and probable cause."""
+"""Run one training on several parallel layouts; name the first number that differs, its place and cause."""

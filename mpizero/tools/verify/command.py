@@ -70,10 +70,10 @@ def _verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) 
             return repeat(full_batch(source, model))
         return batches(source, model, config.train.global_batch, seed=config.train.seed)
 
-    # The comparison of layouts would not find a model that is wrong in one process, too: check the model first.
+    # Comparing layouts does not find a model that is also wrong in one process: check the model first.
     few = min(SAMPLES, config.train.global_batch, len(source))
     model = examine(build_model(config, source, validation), *source.samples(np.arange(few)), comm=comm)
-    if any(finding.check != "ranks" for finding in model.findings):  # ranks that differ show in layouts too, by step
+    if any(finding.check != "ranks" for finding in model.findings):  # comparing layouts finds ranks that differ
         if comm.rank == 0:
             print(json.dumps({"model": model.to_dict()}) if options.json else model, flush=True)
             notice("the model is wrong, so no layout was compared")
@@ -123,7 +123,7 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
     if named is None:
         heads, sequence = config.model.split_sizes
         if config.optimizer.kind.needs_whole_tensors:
-            heads = 1  # whole tensors are in no tensor group
+            heads = 1  # tensors that are updated as a whole cannot be split by a tensor group
         size = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
         layouts_by_default = default_layouts(size, blocks=blocks, heads=heads, sequence=sequence)

@@ -1,9 +1,9 @@
-"""Run a training on several layouts, as threads or on the ranks of a communicator, and compare it with one process.
+"""Run a training on several parallel layouts, as threads or on ranks of a communicator, and compare with one process.
 
 :class:`Vectors` compares a quantity of the whole model, such as the gradient, and locates the first element that
 differs, without communication. :class:`ObservedTraining` runs one training, and returns what each step computes.
 :class:`TrainingPair` compares a layout with one process step by step, and explains the first difference.
-:func:`compare_layouts` compares every layout. It first trains in one process, and keeps the numbers and hashes of this
+:func:`compare_layouts` compares every layout. First it trains in one process, and keeps the numbers and hashes of this
 training in a :class:`ReferenceTrace`. A :class:`LayoutComparison` compares a layout with this trace, and makes a
 :class:`TrainingPair` only to explain a difference, or if the layout rounds differently than one process.
 
