@@ -60,13 +60,13 @@ def all_finite(array: Any) -> bool:
 
 
 class ArrayLibrary(Protocol):
-    """Type the functions of NumPy and CuPy: those that are used return arrays."""
+    """Declare for type checkers that the functions of NumPy and CuPy return arrays."""
 
     def __getattr__(self, name: str) -> Callable[..., Array]: ...
 
 
 def namespace(array: Any) -> ArrayLibrary:
-    """Return the library of an array, a module with NumPy's functions: NumPy or CuPy.
+    """Return the library of an array, NumPy or CuPy: a module with NumPy's functions.
 
     Examples
     --------

@@ -1,10 +1,11 @@
-"""Compute causal attention on the CPU, one head of one sample after the other, with the tiles of matrix products.
+"""Compute causal attention on the CPU, head by head and sample by sample, with the tiles of :mod:`.matmul`.
 
-Packing reads queries, keys and values where they lie, so nothing is copied for it. Tiles whose scores are all masked
-are skipped. The bits of a head's results do not depend on the other heads and samples.
+Queries, keys and values are packed for the tiles directly from ``qkv``, without a copy in between. Tiles whose scores
+are all masked are skipped. The bits of a head's results do not depend on the other heads and samples.
 
-``geometry`` holds, in this order: the numbers of heads, of positions and of features of a head; and how many elements
-of ``qkv`` lie between queries and keys (and between keys and values), between samples, heads and positions.
+``geometry`` holds, in this order: the numbers of heads, of positions and of features of a head; and the distances, in
+elements of ``qkv``, from queries to keys (and from keys to values), from one sample to the next, from one head to the
+next, and from one position to the next.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def causal_attention(
 ) -> None:  # fmt: skip
     """Write the attention of the heads ``start:stop`` to ``out`` (samples, length, heads, size).
 
-    Heads are counted over all samples. Their probabilities go to ``probs`` (samples * heads, length, length), or one
-    after the other to the same place if it has room for one only.
+    Heads are numbered over all samples. Their probabilities are written to ``probs`` (samples * heads, length, length);
+    if ``probs`` has room for one head only, each head overwrites the one before.
     """
     heads, length, size, kind = geometry[0], geometry[1], geometry[2], geometry[3]
     sample, head, row = geometry[4], geometry[5], geometry[6]
@@ -62,7 +63,7 @@ def causal_attention_backward(
 
     ``dqkv`` is (samples, length, 3, heads, size), and ``dout`` the gradient of the output. If ``stored`` is 0,
     ``probs`` has room for one head, and the probabilities are computed again, with the same bits. ``dscores`` is
-    temporary, of one head's scores.
+    temporary memory for one head's scores.
     """
     heads, length, size, kind = geometry[0], geometry[1], geometry[2], geometry[3]
     sample, head, row = geometry[4], geometry[5], geometry[6]
@@ -90,9 +91,10 @@ def causal_scores(
     x: Any, x_at: Any, x_step: Any, y: Any, y_at: Any, y_step: Any, length: Any, size: Any, out: Any, out_at: Any,
     memory: Any,
 ) -> None:  # fmt: skip
-    """Write ``x[i] @ y[j]`` to element ``out_at + i * length + j`` of ``out`` for ``j <= i``, and for some pairs more.
+    """Write ``x[i] @ y[j]`` to element ``out_at + i * length + j`` of ``out`` for ``j <= i``, and some more pairs.
 
-    Row i of ``x`` is its ``size`` elements from index ``x_at + i * x_step`` on, and so for ``y``.
+    Row i of ``x`` consists of ``size`` elements, from index ``x_at + i * x_step`` on; row j of ``y`` likewise begins at
+    index ``y_at + j * y_step``.
     """
     wide = tile_columns(out.itemsize)
     pack_left(x, x_at, x_step, True, length, size, memory, 0)
@@ -110,11 +112,11 @@ def causal_sums(
     weights: Any, at: Any, by_rows: Any, y: Any, y_at: Any, y_step: Any, length: Any, size: Any, out: Any, out_at: Any,
     out_step: Any, memory: Any,
 ) -> None:  # fmt: skip
-    """Write sums of the rows of ``y``, times the weights that the mask leaves, to the rows of ``out``.
+    """Write weighted sums of the rows of ``y``, with causally masked weights, to the rows of ``out``.
 
     Weight (i, j) is the element ``at + i * length + j`` of ``weights``; it is 0 for ``j > i``. With ``by_rows``, row i
-    of ``out`` is the sum over j of weight (i, j) times row j; otherwise row j is the sum over i of weight (i, j) times
-    row i. Rows of ``y`` and ``out`` lie as in :func:`causal_scores`.
+    of ``out`` is the sum over j of weight (i, j) times row j of ``y``; otherwise row j of ``out`` is the sum over i of
+    weight (i, j) times row i of ``y``. Indices of rows of ``y`` and ``out`` are computed as in :func:`causal_scores`.
     """
     wide = tile_columns(weights.itemsize)
     panels = (size + wide - 1) // wide

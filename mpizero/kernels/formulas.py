@@ -2,9 +2,9 @@
 
 CPU and GPU kernels call these functions of scalars, so that each formula is written once. ``T``, where a formula has
 it, is the type of its number, np.float32 or np.float64. A loss is a float64, whatever the type of the prediction; a
-gradient has the prediction's type, and ``scale`` is a factor on it. No literal may change the width of the arithmetic:
-a float literal would turn float32 into float64, an integer literal would widen integers. So constants are NumPy scalars
-of the width that a formula computes in, or are converted by ``T``.
+gradient has the prediction's type, and ``scale`` is a factor on the gradient. No literal may change the width of the
+arithmetic: a float literal would turn float32 into float64, an integer literal would widen integers. So constants are
+NumPy scalars of the width that a formula computes in, or are converted by ``T``.
 
 In the updates of optimizers ``w`` is the weight, ``g`` its gradient, ``m`` and ``v`` are running averages of the
 gradient and of its square. Coefficients that are differences or quotients (``1 - beta``, ``lr / (1 - beta**step)``) are
@@ -28,7 +28,7 @@ Scalars = Any
 
 
 def name_kernel(kernel: Callable[..., Any], name: str, doc: str) -> None:
-    """Give a function that is made for a formula the name by which kernels are found and cached, and a docstring."""
+    """Set the name, by which kernels are found and cached, and the docstring of a function made for a formula."""
     kernel.__name__ = kernel.__qualname__ = name
     kernel.__doc__ = doc
 
@@ -110,7 +110,7 @@ def lion(w: Scalar, g: Scalar, m: Scalar, hyper: Scalars) -> tuple[Scalar, Scala
     """Return the new ``w`` and ``m`` after a step of Lion (Chen et al. 2023).
 
     rest1 = 1 - beta1, rest2 = 1 - beta2, and zero is 0 in the parameters' dtype. ``w`` is multiplied by shrink = 1 - lr
-    * (weight decay), and then changes by lr times the sign of an average of the gradient; where that average is NaN,
+    * (weight decay), and then changes by lr times the sign of an average of the gradient; where the average is NaN,
     ``w`` becomes NaN.
     """
     shrink, lr, beta1, rest1, beta2, rest2, zero = hyper
@@ -137,7 +137,7 @@ def lamb_apply(w: Scalar, u: Scalar, rate: Scalar) -> Scalar:
 
 
 def ema(average: Scalar, w: Scalar, rate: Scalar) -> Scalar:
-    """Return the average of a weight's past values, moved towards the weight ``w`` by ``rate`` times their distance."""
+    """Return ``average + rate * (w - average)``, the new exponential moving average of a weight ``w``."""
     return average + rate * (w - average)
 
 
@@ -338,7 +338,7 @@ def binary_cross_entropy_value(logit: Any, target: Any, weight: Any) -> Any:
 def binary_cross_entropy_gradient(logit: Any, target: Any, weight: Any, scale: Any, T: Any) -> Any:  # noqa: N803
     """Return ``scale`` times the gradient of the loss with respect to the logit, of type ``T``.
 
-    It is (1 - target) * sigmoid(logit) - weight * target * sigmoid(-logit).
+    The gradient is (1 - target) * sigmoid(logit) - weight * target * sigmoid(-logit).
     """
     power = exponential(-abs(logit), T)
     large = T(_ONE_64) / (T(_ONE_64) + power)
@@ -356,8 +356,8 @@ def gaussian_value(mean: Any, log_variance: Any, target: Any, lowest: Any) -> An
 def gaussian_gradient(mean: Any, log_variance: Any, target: Any, lowest: Any, scale: Any, T: Any) -> Any:  # noqa: N803
     """Return ``scale`` times the gradients with respect to the mean and to the logarithm of the variance.
 
-    Where the variance is below its limit, the second is that of PyTorch: the gradient with respect to the limited
-    variance, times the slope of the variance itself.
+    Where ``log_variance`` is below ``lowest``, the second gradient is PyTorch's: the gradient with respect to the
+    limited variance, times the derivative of the variance itself.
     """
     s = lowest if log_variance < lowest else log_variance
     d, precision = mean - target, exponential(-s, T)
@@ -380,7 +380,7 @@ _NAN = np.float32(np.nan)
 def magnitude(x: Scalar) -> Scalar:
     """Return the bits of the magnitude of a float32 as an integer.
 
-    These integers are in the order of the magnitudes; those of NaN are above that of infinity.
+    The integers sort like the magnitudes; the integer of a NaN is larger than that of infinity.
     """
     return np.float32(x).view(np.uint32) & _MAGNITUDE
 
@@ -388,8 +388,8 @@ def magnitude(x: Scalar) -> Scalar:
 def scale_of(largest: Scalar) -> Scalar:
     """Return the scale of a block: the value of code 1, so that code 127 is the block's largest magnitude.
 
-    ``largest`` is the bits of that magnitude. The scale is 0 if it would be below the smallest normal float32, and NaN
-    if the block has a value that is infinite or NaN.
+    ``largest`` is the block's largest magnitude, as bits (:func:`magnitude`). The scale is 0 if it would be below the
+    smallest normal float32, and NaN if the block has a value that is infinite or NaN.
     """
     if largest >= _INFINITY:
         return _NAN
@@ -453,7 +453,7 @@ def visible_keys_in_tile(query: Any, offset: Any, keys: Any) -> Any:
 
 
 def rescaled(total: Any, factor: Any, part: Any) -> Any:
-    """Return ``total * factor + part``: a sum after its maximum has changed, with the part of one tile added."""
+    """Return ``total * factor + part``: rescale a sum of online softmax to a new maximum, and add one tile's part."""
     return total * factor + part
 
 

@@ -4,17 +4,18 @@ Arrays on the GPU are CuPy's. A :class:`Device` is the GPU of a rank, and :func:
 gradients and optimizer state are copied in pieces through one pinned buffer on the host, because such copies use the
 full rate of the bus. Products (:func:`multiply`) are in float32, or have operands that are rounded to 16 bits.
 
-[Note: simulated GPUs] The tests run on machines without a GPU. All that this library asks of GPUs goes through the
-object that :func:`gpus` returns: a :class:`Gpus`, or what a process has put in its place by :func:`use_gpus`. The tests
-put a simulator there, whose arrays have ``__cuda_array_interface__`` and ``__array_namespace__``.
+[Note: simulated GPUs] The tests run on machines without a GPU. mpizero accesses GPUs only through the object that
+:func:`gpus` returns: a :class:`Gpus`, or a replacement that was set by :func:`use_gpus`. The tests set a simulator,
+whose arrays have ``__cuda_array_interface__`` and ``__array_namespace__``.
 
 [Note: products in 16 bits] mpizero's kernels round the operands of a product to bfloat16 or float16, to nearest even.
 The GPU multiplies the rounded operands, and adds the products in float32 to a float32 result. So all stored arrays stay
 in float32.
 
-[Note: aligned products] cuBLAS chooses among its kernels by shapes, and may choose by addresses, too. A gradient lies
-at another address if a rank is alone, and parameters do if they are gathered unit by unit, but bits must be the same.
-So cuBLAS gets arrays at multiples of ``ALIGNED`` bytes only: others are copied, which takes far less than a product.
+[Note: aligned products] cuBLAS chooses among its kernels by shapes, and may choose by addresses, too. The addresses of
+gradients depend on the number of ranks, and those of parameters on whether they are gathered unit by unit, but bits
+must be the same. So cuBLAS gets only arrays whose addresses are multiples of ``ALIGNED`` bytes: others are copied,
+which takes far less time than a product.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Fill = Callable[[int, Array], object]
 
 
 class Upload(NamedTuple):
-    """Describe elements that are copied to a range of a GPU array.
+    """Describe a copy of elements from the host to a range of a GPU array.
 
     Attributes
     ----------
@@ -238,8 +239,8 @@ def _neighbours(targets: Sequence[tuple[int, Array]]) -> Iterator[list[tuple[int
 class CupyDevice(Device):
     """Use an NVIDIA GPU through CuPy.
 
-    The constructor makes the GPU the current one of the calling thread, for CuPy and for Numba's kernels. Both use the
-    default stream, so work runs in the order in which it is started.
+    The constructor makes the GPU the current one of the calling thread, for CuPy and for Numba's kernels. CuPy and
+    Numba use the default stream, so work runs in the order in which it is started.
     """
 
     def __init__(self, number: int) -> None:
@@ -311,7 +312,7 @@ def of_tensor(tensor: Any) -> Array:
 
 
 class KernelLaunch(Protocol):
-    """Define the interface of a kernel for GPUs; :class:`mpizero.kernels.cuda.launch.CudaKernel` has it."""
+    """Define the interface of a kernel for GPUs; :class:`mpizero.kernels.cuda.launch.CudaKernel` implements it."""
 
     def launch(self, args: tuple[Any, ...]) -> None:
         """Launch the kernel on the current stream of this thread's GPU."""
@@ -323,7 +324,8 @@ class Gpus:
     Attributes
     ----------
     in_host_memory : bool
-        Whether arrays of these GPUs lie in the host's memory, so that every MPI library takes them.
+        Whether arrays of these GPUs are in host memory (as the simulator's are), so that every MPI library accepts
+        them.
     """
 
     in_host_memory = False
@@ -342,11 +344,11 @@ class Gpus:
         return count, "" if count else "the driver shows none; see nvidia-smi and CUDA_VISIBLE_DEVICES"
 
     def opened(self, number: int) -> Device:
-        """Open the GPU with this number on the node."""
+        """Open the GPU that has the number ``number`` on the node."""
         return CupyDevice(number)
 
     def launch(self, kernel: KernelLaunch, args: tuple[Any, ...]) -> None:
-        """Launch a kernel, whose number of arguments and their axes are right."""
+        """Launch a kernel; the caller has checked the number and the dimensions of the arguments."""
         kernel.launch(args)
 
 
@@ -354,12 +356,12 @@ _GPUS = [Gpus()]
 
 
 def gpus() -> Gpus:
-    """Return the GPUs that this process uses."""
+    """Return the object through which this process uses GPUs."""
     return _GPUS[0]
 
 
 def use_gpus(replacement: Gpus) -> None:
-    """Use other GPUs in this process from now on; see [Note: simulated GPUs]."""
+    """Replace the object through which this process uses GPUs; see [Note: simulated GPUs]."""
     _GPUS[0] = replacement
 
 
@@ -480,8 +482,8 @@ PRODUCT_DTYPE: ContextVar[tuple[Device, str] | None] = ContextVar("products", de
 def operand(x: Array) -> Array | HalfPrecisionArray:
     """Return ``x`` as an operand for :func:`multiply`: rounded to 16 bits, or ``x`` itself.
 
-    It is rounded where this thread is in the context of :meth:`Device.multiplying_in`. The last
-    two axes of ``x`` are matrices. See [Note: products in 16 bits].
+    ``x`` is rounded inside the context of :meth:`Device.multiplying_in`, on the thread that entered the context. The
+    last two axes of ``x`` are matrices. See [Note: products in 16 bits].
     """
     setting = PRODUCT_DTYPE.get()
     return x if setting is None else _halved(x, *setting)
@@ -490,8 +492,8 @@ def operand(x: Array) -> Array | HalfPrecisionArray:
 def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: Array) -> None:
     """Write ``a @ b`` to ``out``, a float32 GPU array, for all pairs of matrices in their last two axes.
 
-    The other axes of the three arrays have the same lengths. Either both operands come from :func:`operand`, or
-    neither.
+    The other axes of the three arrays have the same lengths. Either both operands come from :func:`operand`, or neither
+    does.
 
     Raises
     ------
@@ -517,15 +519,14 @@ def multiply(a: Array | HalfPrecisionArray, b: Array | HalfPrecisionArray, out: 
 
 
 def _is_aligned(x: Any) -> bool:
-    """Tell whether a GPU array begins where cuBLAS chooses its kernel by shapes alone; see [Note: aligned products]."""
+    """Tell whether a GPU array's address is a multiple of ``ALIGNED`` bytes; see [Note: aligned products]."""
     return bool(x.__cuda_array_interface__["data"][0] % ALIGNED == 0)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     """Return the product of two float32 matrices on a GPU, in ``out`` if it is given.
 
-    The operands are rounded to 16 bits where this thread is in the context of
-    :meth:`Device.multiplying_in`.
+    The operands are rounded to 16 bits inside the context of :meth:`Device.multiplying_in`.
     """
     if out is None:
         out = _library(a).empty((a.shape[0], b.shape[1]), a.dtype)
@@ -534,7 +535,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 
 def _halved(x: Array, device: Device, dtype: str) -> HalfPrecisionArray:
-    """Return ``x`` rounded to 16 bits; if its matrices are transposed in memory, those of the result are too."""
+    """Return ``x`` rounded to 16 bits; if matrices of ``x`` are transposed in memory, those of the result are too."""
     from mpizero.kernels import cuda
 
     xp, turned = _library(x), x.swapaxes(-1, -2)

@@ -30,11 +30,11 @@ arrays itself and releases Python's interpreter lock. A call takes less time tha
 :mod:`mpizero.kernels.machine_code` loads the file.
 
 A kernel may run in several threads of a rank (:func:`run_range`, :func:`run_divided`); the result does not depend on
-their number. Loops over arrays that are not in a cache prefetch what lies a page ahead (:func:`fetch_ahead`): the
-processor recognizes by itself that a loop reads memory in order, but only within a page of 4 KB, and at each new page
-it waits for the page's address and for the first cache lines. Prefetching changes no results. For an input of 1024 x
-1024 elements that was last used a tenth of a second before, it lowers the time of GELU's backward pass from 1.9 to 0.8
-ns per element.
+their number. Loops over arrays that are not in a cache prefetch the memory one page ahead (:func:`fetch_ahead`): the
+processor itself detects that a loop reads memory in order, but only within a page of 4 KB; at each new page it waits
+for the page's address and for the first cache lines. Prefetching changes no results. For an input of 1024 x 1024
+elements that was last used a tenth of a second before, it lowers the time of GELU's backward pass from 1.9 to 0.8 ns
+per element.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def kernel(
     names : iterable of str
         Names of all parameters. They are needed only for a function that takes some of its parameters as ``*args``.
     divided : iterable of str
-        Names of arrays of equal length on the first axis, the largest first. The kernel computes what belongs to an
-        index of this axis from that index's elements and the other arguments alone. So a rank's threads compute parts
-        of large arrays.
+        Names of arrays of equal length on the first axis, the largest first. The kernel's results at an index of this
+        axis depend only on the elements at this index and on arguments that are not divided. So several threads can
+        compute parts of large arrays.
     """
     parsed = Signature.parse(signature)
     if divided:
@@ -155,7 +155,7 @@ class Kernel:
     def _choose(self, args: tuple[Any, ...]) -> Any:
         """Run the machine code for the arguments' dtype, after compiling or loading it; return the kernel's result.
 
-        Raise TypeError if it refuses arguments that fit the signature.
+        Raise TypeError if the machine code refuses arguments that fit the signature.
         """
         char = self._check(args)
         self.load(char)
@@ -257,16 +257,16 @@ class DividedKernel(Kernel):
         self.divided = tuple(order.index(name) for name in divided)
 
     def __call__(self, *args: Any) -> None:
-        """Run the kernel, in as many of the rank's threads as are worth it; raise as :class:`Kernel` does."""
+        """Run the kernel, for large arrays in several threads; raise the exceptions of :class:`Kernel`."""
         if (parts := self._parts(args)) > 1:
             run_divided(super().__call__, args, self.divided, parts)
         else:
             super().__call__(*args)
 
     def _parts(self, args: tuple[Any, ...]) -> int:
-        """Return into how many parts to divide arrays, one a thread; 1 if they are small, or not of equal length.
+        """Return into how many parts, one per thread, to divide arrays; 1 if they are small, or not of equal length.
 
-        Raise TypeError, which tells of whole arrays, if there were several parts of ones that do not fit the signature.
+        Arrays that are large enough to be divided are checked first, so that TypeError describes a whole array.
         """
         first = args[self.divided[0]] if len(args) > self.divided[0] else None
         if (parts := threads_for(getattr(first, "size", 0), _WORTH_A_THREAD)) == 1:
@@ -277,7 +277,7 @@ class DividedKernel(Kernel):
 
 
 class Intrinsic(ABC):
-    """Represent an operation of the processor that Python lacks; a kernel calls an instance like a function.
+    """Represent a CPU operation that Python does not have; a kernel calls an instance like a function.
 
     A subclass sets ``arguments``, the number of arguments of a call.
     """
@@ -305,9 +305,9 @@ class Intrinsic(ABC):
 
     @abstractmethod
     def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
-        """Write the operation as LLVM code, by what numba gives a code generator.
+        """Write the operation as LLVM code; the parameters are those of numba's ``codegen`` functions.
 
-        Arguments that are no arrays are integers of 64 bits.
+        Scalar arguments are integers of 64 bits.
         """
 
     @abstractmethod
@@ -317,7 +317,7 @@ class Intrinsic(ABC):
 
 @functools.cache
 def _announce_compiling(folder: Path) -> None:
-    """Print a notice that kernels are being compiled, and how many at most: once, in the first process of a node."""
+    """Print once, in the first process of a node, how many kernels are not compiled yet."""
     if not machine_code.speaks():
         return
     import pkgutil
@@ -360,7 +360,7 @@ def _folded(python: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any
 
 
 def _jit(python: Callable[..., Any], **options: Any) -> Any:
-    """Return numba's dispatcher of a function, which compiles it when it is called or asked to.
+    """Return numba's dispatcher of a function, which compiles it when it is called, or by its method ``compile``.
 
     The functions and kernels of ``mpizero.kernels`` that it calls are inlined. ``options`` are passed to numba.
     """
@@ -496,10 +496,10 @@ BLOCK = 1 << 17
 
 @functools.cache
 def _blas_threads() -> Callable[[], int]:
-    """Return a function that returns how many threads NumPy's BLAS may use now; 1 if threadpoolctl does not know it.
+    """Return a function that returns how many threads NumPy's BLAS may use now; 1 if threadpoolctl knows no BLAS.
 
-    Of OpenBLAS with threads of its own, as in NumPy's wheels, this is the library's function: threadpoolctl searches
-    the library for it at every call, which takes as long as a small kernel.
+    For OpenBLAS with POSIX threads, as in NumPy's wheels, the result is OpenBLAS's own function: threadpoolctl searches
+    the library for this function at every call, which takes as long as a small kernel.
     """
     from threadpoolctl import ThreadpoolController
 
@@ -512,9 +512,9 @@ def _blas_threads() -> Callable[[], int]:
 
 
 def threads_for(work: int, least: int) -> int:
-    """Return how many threads to use for ``work``, if a thread is worth ``least`` of it.
+    """Return how many threads to use, such that each thread gets at least ``least`` of ``work``.
 
-    These are at most as many as NumPy's BLAS may use now, which ``ShardingConfig(threads=...)`` sets.
+    The number is at most that of NumPy's BLAS, which ``ShardingConfig(threads=...)`` sets.
     """
     worth = work // least
     return 1 if worth < 2 else max(1, min(worth, _blas_threads()()))
@@ -594,7 +594,7 @@ LINE, AHEAD = 64, 4096
 
 
 class _Fetch(Intrinsic):
-    """Prefetch the cache line that holds element ``place`` of a contiguous array."""
+    """Prefetch the cache line that holds element ``index`` of a contiguous array."""
 
     arguments = 2
 
@@ -668,7 +668,7 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
     function_ir : str
         LLVM assembly of the kernel, made by numba.
     function : str
-        Name of the kernel's function in it.
+        Name of the kernel's function in ``function_ir``.
     signature : Signature
         Types of all parameters, without "T".
     scratch : int
@@ -708,9 +708,9 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
 
 
 def _may_raise(function: Any) -> bool:
-    """Tell whether a function may raise an exception of its own, which numba tells by a status other than 0.
+    """Tell whether a function may raise an exception itself: whether it returns a status of its own other than 0.
 
-    A status that it returns may also be that of a function which it called, or one of several such.
+    A status that the function only passes on, from one or several functions that it calls, does not count.
     """
     text = str(function)
     left, visited = set(re.findall(r"^ +ret i32 (\S+)", text, re.MULTILINE)), {"0"}

@@ -1,18 +1,19 @@
 """Keep the machine code of kernels in a folder, and load it into this process as Python builtins.
 
-Linux tells what CPU this is (:func:`cpu_identity`). LLVM loads object files (:class:`Native`). A compiled kernel
-contains the code that takes and returns Python objects, so numba is imported only where a kernel has to be compiled.
+The CPU is identified by ``/proc/cpuinfo``, or by LLVM (:func:`cpu_identity`). LLVM loads object files
+(:class:`Native`). A compiled kernel contains the code that takes and returns Python objects, so numba is imported only
+where a kernel has to be compiled.
 
-The folder has one object file per kernel and dtype, compiled by one process per node (:func:`load_or_build`). Its name
-is a hash of every source file in the package ``mpizero.kernels``, of the compiler's version and of the CPU. So after a
-change of a formula, of numba or of the CPU type, a new, empty folder is used, and outdated code cannot be loaded. A
-file in the folder is run as machine code, so nobody but this user and root may be able to write to it. Numba's own
-cache, which stores pickles, is never used.
+The folder has one object file per kernel and dtype, compiled by one process per node (:func:`load_or_build`). The
+folder's name is a hash of every source file in the package ``mpizero.kernels``, of the versions of Python and of the
+compiler, and of the CPU. So after a change of a formula, of numba or of the CPU type, a new, empty folder is used, and
+outdated code cannot be loaded. A file in the folder is run as machine code, so nobody but this user and root may be
+able to write to it. Numba's own cache, which stores pickles, is never used.
 
-[Note: who may write] Files and folders of root are trusted like the user's own, because root may do anything anyway.
-The folder of machine code and the files in it must belong to this user or root, and nobody else may be able to write to
-them. For the folders above it the rules are weaker. Somebody who can write to one of them could replace the folder of
-machine code, but only by a folder that belongs to them, which is then not accepted. So the folders above it may be
+[Note: who may write] Files and folders of root are trusted like the user's own, because root can replace any file. The
+folder of machine code and the files in it must belong to this user or root, and nobody else may be able to write to
+them. For the parent folders the rules are weaker. Somebody who can write to one of them could replace the folder of
+machine code, but only by a folder that belongs to them, which is then not accepted. So the parent folders may be
 project folders that a group can write, or ``/tmp`` with its sticky bit. They may not be folders that all users can
 write and that have no sticky bit, and no symbolic link of another user may be on the path, because it may lead
 anywhere.
@@ -45,9 +46,9 @@ _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "flag
 
 @functools.cache
 def _described() -> dict[str, str]:
-    """Return what Linux tells of the first x86-64 CPU, by the names in ``_IDENTITY``; nothing on other systems.
+    """Return the lines ``_IDENTITY`` of ``/proc/cpuinfo`` for the first CPU; {} on systems other than Linux on x86-64.
 
-    Loading LLVM, to ask it, takes 40 ms of processor time in each process.
+    LLVM identifies CPUs, too, but loading it takes 40 ms of processor time in each process.
     """
     identity: dict[str, str] = {}
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
@@ -61,9 +62,10 @@ def _described() -> dict[str, str]:
 
 
 def cpu_identity() -> str:
-    """Return a text that differs where other machine code is compiled, as far as Linux and NumPy tell features.
+    """Return a text that identifies the CPU and its features: machine code is loaded only on CPUs with the same text.
 
-    NumPy asks the CPU itself, so an emulator that has fewer features than the machine has another text.
+    Features are also listed as NumPy detects them on the CPU itself, so an emulator that lacks features of the machine
+    has another text.
     """
     if described := _described():
         return repr((described, getattr(sys.modules.get("numpy._core._multiarray_umath"), "__cpu_features__", None)))
@@ -179,7 +181,7 @@ def _check_layout() -> None:
 
 @functools.cache
 def _check_memory() -> None:
-    """Raise OSError where written memory may not become executable, for LLVM would end the process there."""
+    """Raise OSError if memory that was written cannot be made executable, because LLVM would abort the process."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = ctypes.addressof(buffer := ctypes.c_char.from_buffer(page))
     protect = ctypes.CDLL(None, use_errno=True).mprotect
@@ -285,9 +287,9 @@ def require_private(folder: Path) -> None:
 def private_folder(base: Path, name: str) -> Path:
     """Return the path of a folder in ``base`` (a folder for all users, such as /tmp) that only this user can write.
 
-    The folder is made if there is none yet. All processes of this user on a node get the same folder. If another user
-    has a folder called ``name``, this user's folder is called ``name-`` and random letters. If this user has several
-    such folders, the first one in alphabetical order is returned, so that processes that run at the same time agree.
+    The folder is made if it is missing. All processes of this user on a node get the same folder. If another user has a
+    folder called ``name``, this user's folder is called ``name-`` and random letters. If this user has several such
+    folders, the first one in alphabetical order is returned, so that processes that run at the same time agree.
 
     Raises
     ------
@@ -466,7 +468,7 @@ def find_folder(cpu: str) -> CacheFolder:
 
 
 def speaks() -> bool:
-    """Tell whether this process prints notices about the cache: the first one of each node does."""
+    """Tell whether this process prints notices about the cache: the first process of each node does."""
     return launched_local_rank(os.environ) == 0
 
 

@@ -1,19 +1,19 @@
 """Multiply matrices on the CPU, by this package's kernel, by NumPy or by a BLAS library of the user's choice.
 
-It is chosen once in a process (:func:`library`). The environment variable ``MPIZERO_BLAS`` is ``mpizero``, ``numpy``,
-or the path of a library with the C interface of BLAS. Without it, Intel's MKL is used if the package ``mkl`` is
-installed; otherwise the kernel, or NumPy's BLAS on a CPU without fused multiply-adds.
+The implementation is chosen once per process (:func:`library`). The environment variable ``MPIZERO_BLAS`` is
+``mpizero``, ``numpy``, or the path of a library with the C interface of BLAS. Without it, Intel's MKL is used if the
+package ``mkl`` is installed; otherwise the kernel, or NumPy's BLAS on a CPU without fused multiply-adds.
 
 The kernel, :func:`product`, cuts the left operand into blocks that stay in the cache and the right one into panels as
 wide as a tile; both are packed, that is copied into the order in which tiles read them (Goto and van de Geijn, *Anatomy
-of High-Performance Matrix Multiplication*, 2008). While a tile computes, the next panel is prefetched. It multiplies as
-many matrices at once as NumPy's BLAS has threads, which ``ShardingConfig(threads=...)`` sets. The number of threads
-changes no bit of its products.
+of High-Performance Matrix Multiplication*, 2008). While a tile computes, the next panel is prefetched. A large product
+is divided among as many threads as NumPy's BLAS has, which ``ShardingConfig(threads=...)`` sets. The number of threads
+changes no bit of the product.
 
-[Note: equal bits] The kernel computes an element with the same bits whatever the shape around it is. An element is a
-sum over the inner axis. ``DEPTH`` terms at a time are added in ascending order, each by a fused multiply-add, and then
-these sums in ascending order. Nothing else enters: neither the numbers of rows and columns, nor the element's place,
-nor strides, nor threads, nor the CPU.
+[Note: equal bits] The bits of an element of a product do not depend on the shape of the product. An element is a sum
+over the inner axis. ``DEPTH`` terms at a time are added in ascending order, each by a fused multiply-add, and then
+these sums in ascending order. The bits depend neither on the numbers of rows and columns, nor on the element's
+position, on strides, threads or the CPU.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NUMPY_UFUNC = np.ndarray.__array_ufunc__
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Return ``a @ b`` of NumPy arrays, computed by what :func:`library` returns.
+    """Return ``a @ b`` of NumPy arrays, computed by the implementation that :func:`library` returns.
 
     If ``out`` is given, the product is written to it, and ``out`` is returned.
     """
@@ -72,7 +72,7 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
 
 @functools.cache
 def library() -> KernelProducts | BlasLibrary | None:
-    """Return what multiplies instead of NumPy's BLAS, or None for NumPy's BLAS.
+    """Return the implementation of matrix products; None stands for NumPy's BLAS.
 
     Raises
     ------
@@ -110,7 +110,7 @@ _ROWS, _COLUMNS = 12, 64
 
 
 class KernelProducts:
-    """Multiply by this package's kernel: see [Note: equal bits]."""
+    """Multiply matrices by this package's kernel, :func:`product`: see [Note: equal bits]."""
 
     name, applies_to, least = "mpizero's kernel", "products of layers", 0
 
@@ -138,7 +138,7 @@ class KernelProducts:
         return True
 
     def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
-        """Divide the longer side of ``out`` by ``parts``, and compute each part in a thread of its own."""
+        """Divide the longer axis of ``out`` into ``parts`` parts, and compute each part in a thread of its own."""
         rows, columns = out.shape
         if rows >= columns:
             tasks = [functools.partial(self._part, a[part], b, out[part]) for part in jit.parts_of(rows, parts, _ROWS)]
@@ -178,7 +178,7 @@ _LINE = 64
 
 @functools.lru_cache
 def memory_size(rows: int, depth: int, itemsize: int) -> int:
-    """Return the number of elements of temporary memory that :func:`product` needs for ``rows`` and inner ``depth``."""
+    """Return how many elements of temporary memory :func:`product` needs for ``rows`` rows and inner axis ``depth``."""
     terms, wide = min(depth, DEPTH), tile_columns(itemsize)
     panels = max(wide * terms, min(_MOST_PANELS * wide * terms, _PANEL_BYTES // itemsize))
     return min(rows, _BLOCK // itemsize) * terms + panels + 2 * (VECTOR + _LINE) // itemsize
@@ -186,10 +186,10 @@ def memory_size(rows: int, depth: int, itemsize: int) -> int:
 
 @kernel("bool(const T[:,:], const T[:,:], T[:,:], T[::1])")
 def product(a: Array, b: Array, c: Array, memory: Array) -> bool:
-    """Write ``a @ b`` to ``c``; return False and do nothing if matrices lie in memory in a way that it cannot read.
+    """Write ``a @ b`` to ``c``; return False and do nothing if it does not support a matrix's strides.
 
     No axis has length 0. Rows or columns of ``a`` and ``b``, and rows of ``c``, must be contiguous. ``memory`` is
-    temporary, of :func:`memory_size` elements.
+    temporary memory of :func:`memory_size` elements.
     """
     item, wide = c.itemsize, tile_columns(c.itemsize)
     (rows, depth), columns = a.shape, b.shape[1]
@@ -236,23 +236,24 @@ def by_columns(x: Any) -> Any:
 
 
 def first_line(memory: Any, index: Any) -> Any:
-    """Return the first index from ``index`` on at which a cache line begins."""
+    """Return the first index of ``memory``, not below ``index``, at which a cache line begins."""
     past = (np.int64(memory.ctypes.data) + index * memory.itemsize) % _LINE
     return index + (_LINE - past) % _LINE // memory.itemsize
 
 
 def nothing_ahead() -> Any:
-    """Return a plan that prefetches nothing: see :func:`next_panels`."""
+    """Return a plan of :func:`next_panels` that prefetches nothing."""
     return 0, 0, 1, -1, 0, 0
 
 
 def next_panels(at: Any, step: Any, by_rows: Any, panels: Any, terms: Any, item: Any) -> Any:
-    """Return how tiles prefetch the panels that follow those at index ``at``.
+    """Return a plan of six numbers by which tiles prefetch the panels after those at index ``at``.
 
-    These are: the index where the first tile begins, the distance to where the next one does, the number of tiles, and
-    the arguments ``mask``, ``step`` and ``line`` of a tile. Of contiguous rows a tile fetches all lines of some rows,
-    as every row may lie in a page of its own; of contiguous columns it fetches one line's width of them, and of these
-    as much as it has steps for.
+    The plan consists of the index at which the first tile begins to prefetch, the distance from there to the next
+    tile's index, the number of tiles, and the arguments ``mask``, ``step`` and ``line`` of a tile. If rows are
+    contiguous, a tile prefetches all cache lines of some rows, since each row may lie in another page. If columns are
+    contiguous, a tile prefetches as many columns as a cache line has elements, and of each as much as the tile has
+    steps for.
     """
     wide, line, steps = tile_columns(item), _LINE // item, terms // UNROLL
     if by_rows:
@@ -262,7 +263,7 @@ def next_panels(at: Any, step: Any, by_rows: Any, panels: Any, terms: Any, item:
 
 
 def after_tiles(ahead: Any, count: Any) -> Any:
-    """Return what is left to prefetch after ``count`` tiles."""
+    """Return the rest of the plan ``ahead`` of :func:`next_panels` after ``count`` tiles."""
     at, further, tiles_left, mask, step, line = ahead
     done = min(count, tiles_left - 1)
     return at + done * further, further, tiles_left - done, mask, step, line
@@ -273,9 +274,10 @@ def tiles(
     memory: Any, left: Any, right: Any, rows: Any, terms: Any, c: Any, c_at: Any, c_step: Any, columns: Any, first: Any,
     b: Any, ahead: Any,
 ) -> None:  # fmt: skip
-    """Compute the tiles of the packed block at index ``left`` of ``memory`` by the packed panel at index ``right``.
+    """Multiply the packed block at index ``left`` of ``memory`` by the packed panel at index ``right``, tile by tile.
 
-    They go to ``c`` from index ``c_at`` on. Meanwhile they prefetch parts of ``b``: see :func:`next_panels`.
+    The sums overwrite ``c`` from index ``c_at`` on, or are added there if ``first`` is 0. Meanwhile the tiles prefetch
+    parts of ``b`` by the plan ``ahead``: see :func:`next_panels`.
     """
     prefetch, further, tiles_left, mask, step, line = ahead
     row = 0
@@ -299,7 +301,7 @@ def tiles(
 def pack_left(a: Any, at: Any, step: Any, by_rows: Any, rows: Any, terms: Any, memory: Any, first: Any) -> None:
     """Copy ``rows`` rows of ``terms`` elements, from index ``at`` of ``a`` on, to index ``first`` of ``memory``.
 
-    They are stored in the order in which tiles read them.
+    The elements are stored in the order in which tiles read them.
     """
     row = 0
     while row < rows:
@@ -326,7 +328,7 @@ def pack_right(
 ) -> None:  # fmt: skip
     """Copy ``terms`` rows of ``columns`` elements, from index ``at`` of ``b`` on, to index ``right`` of ``memory``.
 
-    Columns that the tile has beyond them become 0. Of contiguous rows, ``panels`` such panels are copied at once.
+    The remaining columns of a tile become 0. If the rows of ``b`` are contiguous, ``panels`` panels are copied at once.
     """
     wide, packed = tile_columns(b.itemsize), 0
     if columns == wide and by_rows:
@@ -344,10 +346,11 @@ def pack_right(
 
 
 def pack_transposed(x: Any, at: Any, step: Any, count: Any, terms: Any, memory: Any, to: Any) -> Any:
-    """Copy ``count`` rows of ``terms`` elements to ``memory``, one column after the other; return how many columns.
+    """Copy columns of ``count`` rows of ``terms`` elements, one after the other, to ``memory``; return their number.
 
-    These are as many as fill whole vectors. ``count`` is the height of a high tile, or its number of columns. The
-    rows that fill no vector go first, since what is stored beyond them is overwritten then.
+    Only as many columns are copied as fill whole vectors. ``count`` is the number of rows of a high tile, or of its
+    columns. Rows that do not fill a vector are copied first, by whole vectors; the other rows then overwrite the
+    excess.
     """
     lanes = VECTOR // x.itemsize
     rest = count % lanes
@@ -392,7 +395,7 @@ class BlasLibrary:
     name : str
         MKL's name and version; for another library the name of its file.
     applies_to : str
-        Which products it is asked for.
+        Which products the library computes, in words.
 
     Raises
     ------
@@ -418,7 +421,7 @@ class BlasLibrary:
 
     @staticmethod
     def memory(a: Array) -> None:
-        """Return nothing: the library has temporary memory of its own."""
+        """Return None: the library allocates temporary memory itself."""
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
         """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the library cannot compute it.
@@ -479,7 +482,7 @@ def _make_mkl_reproducible(mkl: ctypes.CDLL) -> str:
 
 
 def installed_mkl() -> Path | None:
-    """Return the library in the installed package ``mkl``, or None."""
+    """Return the path of the library in the installed package ``mkl``, or None."""
     if installed_version("mkl") is None:
         return None
     from importlib import metadata

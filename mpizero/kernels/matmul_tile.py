@@ -1,10 +1,10 @@
 """Generate the innermost loops of a matrix product for the vector registers of this CPU, and add arrays as a tree.
 
-A tile is the part of a product that one such loop computes: up to ``HIGH`` rows by :func:`tile_columns` columns.
-Its sums stay in registers while the loop runs over the inner axis, which numba cannot be told. So the loop is written
+A tile is the part of a product that one such loop computes: up to ``HIGH`` rows by :func:`tile_columns` columns. Its
+sums stay in registers while the loop runs over the inner axis. Numba has no way to request that, so the loop is written
 as LLVM code. Each sum adds its terms in ascending order by fused multiply-adds, however large the tile is and however
-wide the registers are: an element of a product has the same bits in every tile, and on every CPU that fuses.
-:func:`fold` adds whole arrays, in the order of the binary tree.
+wide the registers are: an element of a product has the same bits in every tile, and on every CPU with fused
+multiply-adds. :func:`fold` adds whole arrays, in the order of the binary tree.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REGISTERS = {"avx512f": (64, 12, 4, 1), "fma": (32, 6, 4, 4), "neon": (16, 12, 
 
 @functools.cache
 def registers() -> tuple[int, int, int, int]:
-    """Return what ``_REGISTERS`` holds for this CPU; zeros on a CPU that cannot fuse."""
+    """Return the entry of ``_REGISTERS`` for this CPU; zeros on a CPU without fused multiply-adds."""
     features = cpu_features()
     return next((sizes for name, sizes in _REGISTERS.items() if name in features), (0, 0, 0, 0))
 
@@ -53,9 +53,9 @@ class SumsTile(Intrinsic):
 
     Row i of the left operand at inner position p is element ``a_at + p * rows + i`` of ``a``; column j of the right one
     is element ``b_at + p * tile_columns + j`` of ``b``. The sum of row i and column j, over ``depth`` positions, goes
-    to the element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``: it overwrites it if ``first`` is not 0,
-    otherwise it is added. In step p of the loop over positions, memory of ``ahead`` is prefetched that the next tiles
-    read: element ``at + (p & mask) * step + (p & ~mask) * line``.
+    to the element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``: the sum overwrites the element if ``first``
+    is not 0, otherwise it is added to it. Step p of the loop over positions prefetches an element of ``ahead`` for the
+    next tiles: ``at + (p & mask) * step + (p & ~mask) * line``.
     """
 
     arguments = 15
@@ -64,7 +64,7 @@ class SumsTile(Intrinsic):
         self.rows = rows
 
     def __call__(self, a: Any, a_at: int, b: Any, b_at: int, depth: int, c: Any, c_at: int, *rest: Any) -> None:
-        """Compute the tile in Python, without fusing."""
+        """Compute the tile in Python, without fused multiply-adds."""
         (c_step, columns, first), wide = rest[:3], tile_columns(c.itemsize)
         left = a[a_at : a_at + depth * self.rows].reshape(depth, self.rows)
         right = b[b_at : b_at + depth * wide].reshape(depth, wide)
@@ -86,7 +86,7 @@ class SumsTile(Intrinsic):
 
     @staticmethod
     def _store(write: _Vectors, outputs: list[list[Any]], sums: list[list[Any]], columns: Any, first: Any) -> None:
-        """Write the branches that store the sums: those of whole tiles that overwrite, and of all others by masks."""
+        """Write the branches that store the sums: without masks for whole tiles that overwrite, else with masks."""
         builder = write.builder
         is_full = builder.and_(builder.icmp_signed("==", columns, write.number(_ACROSS * write.lanes)), first)
         pairs = [(k, *pair) for row in zip(outputs, sums, strict=True) for k, pair in enumerate(zip(*row, strict=True))]
@@ -112,9 +112,9 @@ class SumsTile(Intrinsic):
         self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...] | None, count: int, position: Any,
         sums: list[list[Any]],
     ) -> tuple[Any, list[list[Any]]]:  # fmt: skip
-        """Write a loop whose every step adds the terms of ``count`` positions, as long as so many are left.
+        """Write a loop whose steps add the terms of ``count`` positions each, while at least ``count`` are left.
 
-        Return the position where it ends, and the sums. With ``ahead``, every step prefetches one line.
+        Return the position at which the loop ends, and the sums. With ``ahead``, every step prefetches one line.
         """
         builder, function = write.builder, write.builder.function
         before, loop, body, after = builder.basic_block, *(function.append_basic_block("tile") for _ in range(3))
@@ -159,10 +159,10 @@ class SumsTile(Intrinsic):
 class VectorTranspose(Intrinsic):
     """Copy a small block of a matrix, transposed: ``transpose(x, at, step, out, out_at, out_step)``.
 
-    The block has as many columns as a vector has elements, and as many rows: or, of ``rows`` rows, those that are left
-    when as many as a vector has elements were taken again and again. Element (i, p) of it is the element
-    ``at + i * step + p`` of ``x``, and becomes the element ``out_at + p * out_step + i`` of ``out``. A whole vector is
-    stored for every p, in ascending order; what it has beyond the block's rows is 0.
+    The block has as many columns as a vector has elements, and as many rows; but if ``rows`` is not a multiple of the
+    number of elements, it has the remainder of this division as its number of rows. Element (i, p) of the block is the
+    element ``at + i * step + p`` of ``x``, and becomes the element ``out_at + p * out_step + i`` of ``out``. A whole
+    vector is stored for every p, in ascending order; its elements after the block's rows are 0.
     """
 
     arguments = 6
@@ -198,7 +198,7 @@ class VectorTranspose(Intrinsic):
 
 
 class VectorCopy(Intrinsic):
-    """Copy ``count`` elements, or as many as a tile has columns, by vectors: ``copy(x, at, out, out_at)``."""
+    """Copy ``count`` elements (by default, a tile's columns) by vector instructions: ``copy(x, at, out, out_at)``."""
 
     arguments = 4
 
@@ -239,7 +239,7 @@ class _Vectors:
         return self._ir.Constant(self.integer, value)
 
     def pointer(self, args: Any, position: int) -> Any:
-        """Return a pointer to the element of argument ``position``, an array, whose index is the argument after it."""
+        """Return a pointer to an element of the array argument ``position``, whose index is the next argument."""
         array = self._context.make_array(self._signature.args[position])(self._context, self.builder, args[position])
         return self.builder.gep(array.data, [args[position + 1]])
 
@@ -261,13 +261,13 @@ class _Vectors:
         fetch_line(self.builder, pointer, written=written)
 
     def repeated(self, element: Any) -> Any:
-        """Return a vector with ``element`` in every place."""
+        """Return a vector all of whose elements are ``element``."""
         undefined, first = self._ir.Constant(self.vector, self._ir.Undefined), self._ir.IntType(32)
         single = self.builder.insert_element(undefined, element, self._ir.Constant(first, 0))
         return self.builder.shuffle_vector(single, undefined, self._indices([0] * self.lanes))
 
     def interleaved(self, left: Any, right: Any, *, high: bool) -> Any:
-        """Return one half of the elements of two vectors, taken in turns."""
+        """Return a vector that alternates the elements of the high (or low) halves of two vectors."""
         start = self.lanes // 2 if high else 0
         order = [start + i // 2 + (i % 2) * self.lanes for i in range(self.lanes)]
         return self.builder.shuffle_vector(left, right, self._indices(order))
@@ -278,7 +278,7 @@ class _Vectors:
         return self.builder.call(self._intrinsic("llvm.fma", kind), [a, b, c])
 
     def first_columns(self, columns: Any, vector: int) -> Any:
-        """Return a mask of the elements of a tile's ``vector`` that lie in its first ``columns`` columns."""
+        """Return a mask of the elements of vector number ``vector`` that are in a tile's first ``columns`` columns."""
         ir, builder = self._ir, self.builder
         positions = [vector * self.lanes + i for i in range(self.lanes)]
         undefined = ir.Constant(ir.VectorType(self.integer, self.lanes), ir.Undefined)
@@ -287,7 +287,7 @@ class _Vectors:
         return builder.icmp_signed("<", ir.Constant(limits.type, positions), limits)
 
     def add_masked(self, vector: Any, pointer: Any, mask: Any, first: Any) -> None:
-        """Store the elements of ``vector`` that ``mask`` chooses, or add them where ``first`` is false."""
+        """Store the elements of ``vector`` that ``mask`` selects, or add them to memory if ``first`` is false."""
         ir, builder = self._ir, self.builder
         pointer = builder.bitcast(pointer, vector.type.as_pointer())
         align = ir.Constant(ir.IntType(32), self.itemsize)
@@ -309,7 +309,7 @@ class _Vectors:
 
 
 def flat(x: Any) -> Any:
-    """Return the memory from a matrix's first to its last element as a flat array."""
+    """Return a flat view of the memory from a matrix's first to its last element."""
     size = sum((count - 1) * step for count, step in zip(x.shape, x.strides, strict=True)) // x.itemsize + 1
     return np.lib.stride_tricks.as_strided(x, (size,), (x.itemsize,))
 
@@ -323,9 +323,9 @@ _KERNELS = {2: "add_two", 4: "add_four", 8: "add_eight"}
 def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> None:
     """Combine the arrays ``terms`` by ``operation``, in the order of the binary tree, and write the result to ``out``.
 
-    Term i is leaf i of the tree of ``layout/sum_tree.py``. So a group whose ranks pass sums of 2, 4, 8, ... successive
-    leaves gets the bits of a group whose ranks pass the leaves themselves. Not collective. All arrays have the same
-    shape, of at least one dimension. ``out`` may be the first term.
+    Term i is leaf i of the tree of ``layout/sum_tree.py``. So terms that are themselves sums of 2, 4, 8, ... successive
+    leaves give the same bits as the leaves. Not collective. All arrays have the same shape, of at least one dimension.
+    ``out`` may be the first term.
     """
     if len(terms) == 1:
         out[...] = terms[0]
@@ -336,9 +336,9 @@ def fold(operation: np.ufunc, terms: Sequence[Array] | Array, out: Array) -> Non
 
 
 def sums_of_parts(terms: Sequence[Array], axis: int, sizes: Sequence[int]) -> list[Array]:
-    """Return the sum of the terms in parts of the given sizes along ``axis``, each as a new contiguous array.
+    """Return the sum of ``terms``, cut along ``axis`` into new contiguous arrays of the given sizes.
 
-    The order is that of :func:`fold`. Not collective.
+    The terms are added in the order of :func:`fold`. Not collective.
     """
     first = terms[0]
     before, after = first.shape[:axis], first.shape[axis + 1 :]
@@ -361,7 +361,7 @@ def _has_kernel(terms: Sequence[Array] | Array) -> bool:
 
 
 def _add(terms: Sequence[Array], start: int, out: Array) -> None:
-    """Add columns of 2-D arrays, from number ``start`` on, by a kernel that reads all terms in one pass."""
+    """Add 2-D arrays, from column ``start`` on, by a kernel that reads all terms in one pass."""
     if out.size:
         getattr(backend(out).reduction, _KERNELS[len(terms)])(*terms, start, out)
 

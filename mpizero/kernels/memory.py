@@ -5,7 +5,7 @@ copy moves three bytes through memory where two are enough. libc's ``memcpy`` av
 (3/4 of the last-level cache: 190 MB on some machines). After this copy, the data is not in the cache, so use it for
 data that is not read soon.
 
-The kernels below it do little but read and write memory. An array that is both read and written is updated in place, as
+The kernels after it do little but read and write memory. An array that is both read and written is updated in place, as
 in mpizero's other kernels. The arithmetic is at most one addition per element, far less than what a core can do while
 it waits for the element.
 """
@@ -23,9 +23,9 @@ PAGE = 4096
 
 
 class _StoreLine(Intrinsic):
-    """Copy the ``LINE`` bytes from byte ``place`` of ``source`` on to byte ``place`` of ``target``, past the cache.
+    """Copy ``LINE`` bytes, from byte ``index`` of ``source`` on, to the same bytes of ``target``, past the cache.
 
-    The address of byte ``place`` of ``target`` must be a multiple of ``LINE``.
+    The address of byte ``index`` of ``target`` must be a multiple of ``LINE``.
     """
 
     arguments = 3
@@ -70,8 +70,8 @@ _store_line, _fence = _StoreLine(), _Fence()
 def copy_past_cache(source: Array, target: Array) -> None:
     """Copy all bytes of ``source`` to ``target``, past the cache, as one stream.
 
-    Both have the same size, and the address of ``target`` is a multiple of ``LINE``. Lines of four pages in turn, as
-    glibc copies large blocks, took 2.6 times as long as an ordinary copy on a third-generation AMD EPYC.
+    Both arrays have the same size, and the address of ``target`` is a multiple of ``LINE``. Copying lines of four pages
+    in turn, as glibc does for large blocks, took 2.6 times as long as an ordinary copy on a third-generation AMD EPYC.
     """
     lines = source.size // LINE
     for line in range(lines):

@@ -3,7 +3,7 @@
 ``T`` is the number's type, np.float32 or np.float64. In float64 these are the functions of ``math``. In float32 they
 are polynomials without calls, tables or undefined conversions, because a call to libm stops LLVM from vectorizing the
 loop around it. No step needs a fused multiply-add. So the vectorized part and the rest of a loop round alike, and a
-value does not depend on how a range was cut.
+value does not depend on its position in a range.
 
 The coefficients are weighted minimax fits of this project (Lawson's iteration on 4001 Chebyshev nodes, weight =
 relative error of the result), rounded to float32.
@@ -242,7 +242,7 @@ def derived_key(seed: Any, purpose: Any, first: Any, second: Any) -> Any:
 def dropout_key(seed: Any, site: Any, step: Any) -> Any:
     """Return four words that depend on a seed, a dropout layer (``site``) and a step.
 
-    The first two are the key of Philox with which the layer draws its mask in this step.
+    The first two words are the Philox key with which the layer draws its mask in this step.
     """
     return derived_key(seed, _DROPOUT, site, step)
 
@@ -255,8 +255,8 @@ def dropout_threshold(rate: Any) -> Any:
 def units(w0: Any, w1: Any, w2: Any, w3: Any, T: Any) -> Any:  # noqa: N803
     """Return four uniform random numbers on [0, 1) from the four words w0 to w3 of a Philox block.
 
-    In float32 they are four numbers of 24 bits. In float64 they are two numbers of 53 bits, a and b, returned as (a, b,
-    a, b).
+    In float32 the numbers have 24 random bits each. In float64 a block gives only two numbers of 53 bits, a and b,
+    which are returned as (a, b, a, b).
     """
     if T is np.float32:
         fraction = T(2.0**-24)
@@ -274,7 +274,7 @@ def units(w0: Any, w1: Any, w2: Any, w3: Any, T: Any) -> Any:  # noqa: N803
 def scaled_unit(unit: Any, low: Any, high: Any) -> Any:
     """Return ``low + (high - low) * unit`` for ``unit`` in [0, 1).
 
-    If that is rounded to ``high``, return ``low``, so that the result is always less than ``high``.
+    If the sum is rounded to ``high``, return ``low``, so that the result is always less than ``high``.
     """
     value = low + (high - low) * unit
     return value if value < high else low
@@ -290,7 +290,7 @@ def box_muller(a: Any, b: Any, T: Any) -> Any:  # noqa: N803
 def normals(w0: Any, w1: Any, w2: Any, w3: Any, T: Any) -> Any:  # noqa: N803
     """Return four standard normal random numbers from the four words w0 to w3 of a Philox block.
 
-    In float64 they are only two numbers, a and b, returned as (a, b, a, b).
+    In float64 a block gives only two numbers, a and b, which are returned as (a, b, a, b).
     """
     if T is np.float32:
         # All 32 bits for the radius, which float32 resolves near 0: tails to 6.7 standard deviations.

@@ -1,7 +1,7 @@
 """Compute the causal softmax of attention, for whole rows or tile by tile, and split rows into heads, on the CPU.
 
-Only scores of keys that a query sees are read. :func:`causal_softmax` has whole rows of scores. Ring attention computes
-its softmax tile by tile (:func:`running_softmax`, :func:`known_softmax`).
+Only scores of keys that a query sees are read. :func:`causal_softmax` takes whole rows of scores. Ring attention
+computes its softmax tile by tile (:func:`running_softmax`, :func:`known_softmax`).
 
 A tile holds the scores of some queries of this rank and some keys: (samples, heads, queries, keys). Numbers of a query,
 such as its maximum and its sum, are in arrays (samples, length, heads) for all queries of this rank; the first query of
@@ -74,7 +74,7 @@ def softmax_of_first(row: Any, visible: Any, scale: Any, scratch: Any) -> None:
 
 
 def gradient_of_first(probs: Any, dprobs: Any, visible: Any, scale: Any, scratch: Any) -> None:
-    """Replace a query's ``dprobs`` by the gradient of its scores: of the first ``visible``, and 0 of the others."""
+    """Replace a query's ``dprobs`` by the gradient of its scores, which is 0 after the first ``visible`` scores."""
     T = probs.dtype.type  # noqa: N806
     dprobs[visible:] = T(0)
     p, dp = probs[:visible], dprobs[:visible]

@@ -1,18 +1,18 @@
 """Compute on the CPU what layers need: row sums, normalization, activations, copies and conversions, embeddings.
 
 Sums, maxima and dot products of one row of a matrix are computed in an order that is the same on every CPU. LLVM does
-not vectorize a sum of floats in the order of the loop, because that would change the order. So :func:`row_sum` and the
-functions beside it use a fixed order that can be vectorized. A row is cut into blocks of at most ``BLOCK`` elements. A
-block is first reduced to h = (its size) / 8 sums: sum j adds elements j, j + h, j + 2 h, ..., j + 7 h. Four lanes then
-add these h sums. At last the sums of the blocks are added in order.
+not vectorize a sum of floats in the order of the loop, because that would change the order. So :func:`row_sum` and its
+neighbours use a fixed order that can be vectorized. A row is cut into blocks of at most ``BLOCK`` elements. A block is
+first reduced to h = (its size) / 8 sums: sum j adds elements j, j + h, j + 2 h, ..., j + 7 h. Four lanes then add these
+h sums. At last the sums of the blocks are added in order.
 
 In layer and root-mean-square normalization, rows are samples or positions of sequences. The variance of a row is
 computed in two passes, first the mean and then the mean square of the differences from it. So it loses no digits by
 cancellation.
 
-Activation functions, bias additions and column sums follow. A kernel writes the results of 256 elements to a temporary
-array and then copies them to its output. So an output may be one of the inputs, and LLVM still vectorizes the loops,
-since the arrays in a loop never overlap. The temporary array stays in the first-level cache.
+Activation functions, bias additions and column sums follow. Their kernels write the results of 256 elements to a
+temporary array and then copy them to the output. So an output may be one of the inputs, and LLVM still vectorizes the
+loops, since the arrays in a loop never overlap. The temporary array stays in the first-level cache.
 
 :func:`pack` and the kernels after it copy ranges of arrays, convert to and from 16-bit formats, and scale. Numbers of
 16 bits are stored as uint16, because NumPy has no bfloat16. :func:`gather` looks up rows of an embedding table by their
@@ -266,7 +266,7 @@ def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: A
 def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
     """Write the gradient of ``gamma`` of :func:`rmsnorm` to ``dgamma``, from ``dy``, the gradient of y.
 
-    It is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
+    The gradient is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
     """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
@@ -430,11 +430,10 @@ def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
 
 @kernel("void(const T[:,::1], const i8[:,::1], T[::1])")
 def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
-    """Copy ranges of columns of ``matrix`` to matrices with fewer columns, which lie one after the other in ``parts``.
+    """Copy ranges of columns of ``matrix`` to matrices with fewer columns, stored one after the other in ``parts``.
 
-    Row k of ``ranges`` is (start, size, position, width): the columns from ``start`` on, as many as ``size``, are
-    columns of a matrix of ``width`` columns; its element in the first row and the first of these columns is
-    ``parts[position]``.
+    Row k of ``ranges`` is (start, size, position, width): ``size`` columns, from column ``start`` on, are copied to a
+    matrix of ``width`` columns; their first element in row 0 is copied to ``parts[position]``.
     """
     for r in range(matrix.shape[0]):
         for k in range(ranges.shape[0]):
@@ -446,7 +445,7 @@ def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
 
 @kernel("void(const T[::1], const i8[:,::1], T[:,::1])")
 def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
-    """Copy what :func:`split_columns` has written to ``parts`` back to ``matrix``."""
+    """Copy the columns that :func:`split_columns` has written to ``parts`` back to ``matrix``."""
     for r in range(matrix.shape[0]):
         for k in range(ranges.shape[0]):
             start, size, position = ranges[k, 0], ranges[k, 1], ranges[k, 2] + r * ranges[k, 3]
@@ -456,7 +455,7 @@ def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
 
 
 def _conversion_kernel(types: str, convert: Callable[..., Any]) -> Kernel:
-    """Make a kernel that writes ``convert(x[i])`` to ``out[i]`` for every i; it is called as ``convert`` is."""
+    """Make a kernel that writes ``convert(x[i])`` to ``out[i]`` for every i; the kernel has the name of ``convert``."""
 
     def apply(x: Array, out: Array) -> None:
         for i in range(x.size):
@@ -497,7 +496,7 @@ def gather(table: Array, ids: Array, out: Array) -> None:
 
 @kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
 def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
-    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, for i = 0, 1, ...; ignore ids that are not rows of it."""
+    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, for i = 0, 1, ...; ignore ids without a row."""
     rows, width = dtable.shape
     for i in range(ids.size):
         if inside(ids[i], rows):

@@ -1,12 +1,12 @@
 """Sum in one fixed order, find infinite and NaN values, and draw random numbers, on the CPU.
 
 Sums are the same on any number of ranks. Their order is a binary tree over the index of the elements: node(level, i) =
-node(level - 1, 2 i) + node(level - 1, 2 i + 1), where a missing right child passes the left one through. All sums are
+node(level - 1, 2 i) + node(level - 1, 2 i + 1), where a node without a right child equals its left child. All sums are
 in float64. A block of ``BLOCK`` elements (a power of two, so a block is a node of the tree) is summed level by level,
 which vectorizes. The sums of the blocks are kept in a binary counter: entry k is a node over 2**k blocks, and two nodes
 of one level are added as soon as both exist.
 
-Random numbers are counter-based (Philox 4x32-10), drawn for several Philox blocks of four words at a time.
+Random numbers are counter-based (Philox 4x32-10), computed for several Philox blocks of four words at a time.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array, scratch:
 def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array, scratch: Array) -> None:
     """Write the dot product of ``x[starts[k]:stops[k]]`` and the same range of ``y`` to ``out[k]`` for every k.
 
-    It is 0 for an empty range. The sum is computed in float64, in the order of a binary tree over the elements of the
-    range.
+    The dot product of an empty range is 0. The sum is computed in float64, in the order of a binary tree over the
+    elements of the range.
     """
     even, odd, pending = scratch[:BLOCK], scratch[BLOCK : 2 * BLOCK], scratch[2 * BLOCK :]
     for k in range(starts.size):
@@ -280,8 +280,8 @@ def fill_uniform(
 def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array, chunk: Array) -> None:
     """Write normal random numbers of mean 0 and standard deviation ``scale1[0]`` to ``out``.
 
-    They are a range of a random sequence, which begins with element ``start`` of the sequence. The sequence is
-    determined by the key (the low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
+    The numbers are a range of a random sequence, from element ``start`` on. The sequence is determined by the key (the
+    low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
     """
     T = out.dtype.type  # noqa: N806
     per, scale = values_per_block(T), scale1[0]

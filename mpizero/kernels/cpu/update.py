@@ -1,11 +1,12 @@
-"""Update parameters in place by an optimizer's formula, sum gradients on the way, and compress messages, on the CPU.
+"""Update parameters in place by an optimizer's formula, sum gradients in the same pass, compress messages: CPU.
 
 The kernels of optimizers update elements ``start`` to ``stop - 1`` of flat arrays. ``hyper`` is an array of the scalars
 that the formula needs, which :mod:`mpizero.optim` computes for every step.
 
-:func:`tree_sum` sums rows of gradients by a tree program, and divides. Kernels that end in ``_tree`` do so and update
-in one pass over memory; they have the bits of two calls, ``tree_sum`` and the kernel of the optimizer, whose scalars
-are in ``hyper``. Their decorator puts ``rows``, ``first``, ``program`` and ``divisor`` in the place of ``total``.
+:func:`tree_sum` sums rows of gradients by a tree program, and divides. Kernels whose names end in ``_tree`` sum, divide
+and update in one pass over memory. Their results have the same bits as two calls, of ``tree_sum`` and of the
+optimizer's kernel, whose scalars are in ``hyper``. Their decorator replaces the parameter ``total`` by ``rows``,
+``first``, ``program`` and ``divisor``.
 
 A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
 pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
@@ -15,11 +16,11 @@ a gradient or a sum of gradients. Element i of the parameters belongs to column 
 The machine works on blocks of columns that fit into the first-level cache, so a row is read from memory once, and the
 sum is never written to memory. The last addition of a program is done in the loop of the update.
 
-Messages are compressed with error feedback: what a message lost is kept in ``residual`` and added to the next message.
-``int8`` sends eight bits for each value, and a scale for each block of ``COMPRESSION_BLOCK`` consecutive values.
-``top`` sends the values of largest magnitude with their indices. They are found exactly: the smallest magnitude that is
-sent is found by counting how often each pattern of bits occurs in the magnitudes, first of the highest 11 bits and then
-of 10 bits twice.
+Messages are compressed with error feedback: the compression error of a message is kept in ``residual`` and added to the
+next message. ``int8`` sends eight bits for each value, and a scale for each block of ``COMPRESSION_BLOCK`` consecutive
+values. ``top`` sends the values of largest magnitude with their indices. The selection is exact: the smallest magnitude
+that is sent is found by counting how often each pattern of bits occurs in the magnitudes, first in the highest 11 bits
+and then twice in the next 10 bits.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
 
 @_tree_kernel("T[::1]")
 def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update as ``sgd`` does."""
+    """Sum and divide rows of gradients, then update ``w[start:stop]`` as ``sgd`` does."""
     lr, decay = hyper[0], hyper[1]
     w = w[start:stop]
     for i in range(w.size):
@@ -248,10 +249,10 @@ def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
 def _both_kernels(
     formula: Callable[..., Any], arrays: str, update: Callable[..., None], tree: Callable[..., None]
 ) -> tuple[Kernel, Kernel]:
-    """Make the two kernels of an optimizer's formula, which are named by it, from their functions.
+    """Make the two kernels of an optimizer's formula from their Python functions; the formula gives their names.
 
-    They update the arrays in place; ``hyper`` holds the formula's scalars in the order in which it unpacks them. The
-    second kernel sums and divides rows of gradients first.
+    Both kernels update the arrays in place; ``hyper`` holds the formula's scalars in the order in which the formula
+    unpacks them. The second kernel sums and divides rows of gradients first.
     """
     doc = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
     formulas.name_kernel(update, formula.__name__, doc)
@@ -261,7 +262,7 @@ def _both_kernels(
 
 
 def _one_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[Kernel, Kernel]:
-    """Make the kernels that update ``w[start:stop]`` and ``m`` by a formula: with the gradient ``g``, or with a sum."""
+    """Make two kernels that update ``w[start:stop]`` and ``m``: by the gradient ``g``, or by a sum of gradients."""
 
     def update(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
         scalars = scalars_of(hyper)
@@ -279,7 +280,7 @@ def _one_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., An
 
 
 def _two_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[Kernel, Kernel]:
-    """Make the kernels that update ``w[start:stop]``, ``m`` and ``v``, as :func:`_one_state_kernels` does."""
+    """Make two kernels that update ``w[start:stop]``, ``m``, ``v``: by the gradient ``g``, or by a sum of gradients."""
 
     def update(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
         scalars = scalars_of(hyper)
@@ -309,9 +310,9 @@ def lamb_direction_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
 
-    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` holds the
-    scalars that ``optimizer.lamb_direction`` needs. The decorator replaces ``total`` by the arguments ``rows``,
-    ``first``, ``program`` and ``divisor``.
+    The bits are the same as with ``tree_sum`` into ``u`` and then :func:`lamb_direction`. ``hyper`` holds the scalars
+    of :func:`lamb_direction`. The decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and
+    ``divisor``.
     """
     scalars = _first_eight(hyper)
     w, u, m, v = w[start:stop], u[start:stop], m[start:stop], v[start:stop]
@@ -349,10 +350,10 @@ def _largest(values: Array, residual: Array) -> Any:
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
     """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
 
-    A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of ``BLOCK``
-    consecutive values has one scale. If a block has a value that is infinite or NaN, its scale and its errors are NaN.
-    If its values are too small to be scaled in float32, its scale and codes are 0, and ``residual`` receives the values
-    themselves.
+    A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of
+    ``COMPRESSION_BLOCK`` consecutive values has one scale. If a block has a value that is infinite or NaN, its scale
+    and its errors are NaN. If its values are too small to be scaled in float32, its scale and codes are 0, and
+    ``residual`` receives the values themselves.
     """
     for block in range(scales.size):
         first = block * COMPRESSION_BLOCK

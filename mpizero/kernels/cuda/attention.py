@@ -1,6 +1,6 @@
 """Compute the causal softmax of attention, for whole rows or tile by tile, and split rows into heads, on the GPU.
 
-A block of threads computes a query. :func:`causal_softmax` has whole rows of scores. Ring attention computes its
+Each block of threads computes one query. :func:`causal_softmax` takes whole rows of scores. Ring attention computes its
 softmax tile by tile (:func:`running_softmax`, :func:`known_softmax`).
 
 A tile holds the scores of some queries of this rank and some keys: (samples, heads, queries, keys). Numbers of a query,

@@ -18,14 +18,15 @@ Arrays are CuPy's. Small host arrays (scalars of a step, tree programs, sums) ma
 device, and copied back afterwards if they are not declared ``const``.
 
 On a GPU a kernel is compiled at its first call with a dtype by one process of the node, and kept as machine code in the
-folder of :mod:`mpizero.kernels.machine_code`, from which the other processes and later ones load it. The functions at
-the head do that: they let numba-cuda compile with any NumPy, and let each operation be rounded as on the CPU.
+folder of :mod:`mpizero.kernels.machine_code`, from which the other processes and later ones load it. The first
+functions of this module do that: they make numba-cuda work with every version of NumPy, and make it round each
+operation as on the CPU.
 
 [Note: contraction] NVVM contracts ``a * b + c`` to one operation, rounded once, wherever it finds that. What it finds
-depends on the code around: one formula would have other bits in another kernel, or in another branch of the same one.
-A rank that is alone updates by other kernels than several ranks, and their bits must be equal. So nothing is contracted
-here. These kernels wait for memory, not for arithmetic. (Link-time optimization would contract after NVVM, and gains
-nothing: NVVM sees a kernel and its helper functions together.)
+depends on the code around: a formula could give different bits in two kernels, or in two branches of one kernel. A
+single rank updates by other kernels than several ranks, and their bits must be equal. So contraction is off. It would
+save little time, because these kernels are limited by memory bandwidth. (Link-time optimization is off, too: it would
+contract after NVVM, and gains nothing, since NVVM sees a kernel and its helper functions together.)
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], file_name: str)
 def rounding_each_operation() -> Iterator[None]:
     """Keep numba-cuda from contracting products and sums while the context is active; see [Note: contraction].
 
-    No public option says so, therefore this replaces the function that calls NVVM, which one thread at a time may call.
+    numba-cuda has no public option for this. So the function that calls NVVM is replaced, under the compiler's lock.
     """
     from numba.cuda.core.compiler_lock import global_compiler_lock
     from numba.cuda.cudadrv import nvvm
@@ -103,9 +104,9 @@ def rounding_each_operation() -> Iterator[None]:
 
 @contextmanager
 def _row_stack() -> Iterator[None]:
-    """Give NumPy the function ``row_stack`` while the context is active, if it has none, as from NumPy 2.5 on.
+    """Define ``numpy.row_stack`` while the context is active, if NumPy does not have it (from version 2.5 on).
 
-    numba-cuda, up to 0.30.4 at least, asks for it when it is first to compile something, and cannot do without.
+    numba-cuda, at least up to version 0.30.4, needs this function at its first compilation.
     """
     known = vars(np)
     missing = "row_stack" not in known
@@ -186,7 +187,7 @@ class CudaKernel:
         return compiled_on_call(with_compiled_helpers(self.python, _device_function))
 
     def _dtype(self, args: tuple[Any, ...]) -> str:
-        """Return the dtype that ``T`` stands for in a call with these arguments, "f4" or "f8"; "f4" without a T."""
+        """Return the dtype that ``T`` stands for in a call with these arguments, "f4" or "f8"; "f4" without a ``T``."""
         position = self.signature.template
         char = "f" if position is None else getattr(getattr(args[position], "dtype", None), "char", "f")
         return DTYPES.get(char, "f4")
@@ -211,7 +212,7 @@ class CudaKernel:
 
 
 def _grid(args: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the number of blocks and of threads of a block to launch. Blocks have always the same number of threads.
+    """Return the number of blocks to launch, and of threads per block, which is the same for all launches.
 
     So sums over the threads of a block have the same bits in every launch.
     """

@@ -4,9 +4,9 @@
 an order fixed by the block's size. All threads of the block must call these functions, each with its own value, and all
 get the same result. To reduce a row of a matrix, each thread first reduces some of the row's elements.
 
-In layer and root-mean-square normalization, rows are samples or positions of sequences. A block of threads computes a
-row; one thread computes a column of the gradients of gamma and beta. Activation functions, bias additions and column
-sums have one thread per element (or column).
+In layer and root-mean-square normalization, rows are samples or positions of sequences. Each block of threads computes
+one row; each thread computes one column of the gradients of gamma and beta. Activation functions, bias additions and
+column sums have one thread per element (or column).
 
 :func:`pack` and the kernels after it copy ranges of arrays, convert to and from 16-bit formats, and scale. Numbers of
 16 bits are stored as uint16, because NumPy has no bfloat16. :func:`gather` looks up rows of an embedding table by their
@@ -54,9 +54,9 @@ def _plus(a: Any, b: Any) -> Any:
 
 
 def _block_fold(joined: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that joins ``value`` of all threads of the block, pairwise, and returns the result in each.
+    """Make a function that combines ``value`` of all threads of a block, pairwise by ``joined``; all get the result.
 
-    All threads of the block must call it. ``shared`` is shared memory of ``MOST_THREADS`` elements.
+    All threads of the block must call the function. ``shared`` is shared memory of ``MOST_THREADS`` elements.
     """
 
     def fold(value: Any, shared: Any) -> Any:
@@ -198,7 +198,7 @@ def rmsnorm_backward_input(dy: Array, x: Array, gamma: Array, rstd: Array, dx: A
 def rmsnorm_backward_weights(dy: Array, x: Array, rstd: Array, dgamma: Array) -> None:
     """Write the gradient of ``gamma`` of :func:`rmsnorm` to ``dgamma``, from ``dy``, the gradient of y.
 
-    It is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
+    The gradient is a sum over the rows in ascending order. ``rstd`` is what :func:`rmsnorm` wrote.
     """
     T = x.dtype.type  # noqa: N806
     rows, features = x.shape
@@ -312,10 +312,10 @@ def unpack(source: Array, starts: Array, sizes: Array, target: Array) -> None:
 
 @kernel("void(const T[:,::1], const i8[:,::1], T[::1])")
 def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
-    """Copy ranges of columns of ``matrix`` to matrices with fewer columns, which lie one after the other in ``parts``.
+    """Copy ranges of columns of ``matrix`` to matrices with fewer columns, stored one after the other in ``parts``.
 
-    Row k of ``ranges`` is (start, size, place, width): the columns from ``start`` on, as many as ``size``, are columns
-    of a matrix of ``width`` columns; its element in the first row and the first of these columns is ``parts[place]``.
+    Row k of ``ranges`` is (start, size, place, width): ``size`` columns, from column ``start`` on, are copied to a
+    matrix of ``width`` columns; their first element in row 0 is copied to ``parts[place]``.
     """
     for k in range(ranges.shape[0]):
         start, size, first, width = ranges[k, 0], ranges[k, 1], ranges[k, 2], ranges[k, 3]
@@ -326,7 +326,7 @@ def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
 
 @kernel("void(const T[::1], const i8[:,::1], T[:,::1])")
 def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
-    """Copy what :func:`split_columns` has written to ``parts`` back to ``matrix``."""
+    """Copy the columns that :func:`split_columns` has written to ``parts`` back to ``matrix``."""
     for k in range(ranges.shape[0]):
         start, size, first, width = ranges[k, 0], ranges[k, 1], ranges[k, 2], ranges[k, 3]
         for i in range(cuda.grid(1), matrix.shape[0] * size, cuda.gridsize(1)):
@@ -335,7 +335,7 @@ def join_columns(parts: Array, ranges: Array, matrix: Array) -> None:
 
 
 def _conversion_kernel(types: str, convert: Callable[..., Any]) -> CudaKernel:
-    """Make a kernel that writes ``convert(x[i])`` to ``out[i]`` for every i; it is called as ``convert`` is."""
+    """Make a kernel that writes ``convert(x[i])`` to ``out[i]`` for every i; the kernel has the name of ``convert``."""
 
     def apply(x: Array, out: Array) -> None:
         for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
@@ -371,7 +371,7 @@ def gather(table: Array, ids: Array, out: Array) -> None:
 
 @kernel("void(const T[:,::1], const i8[::1], T[:,::1])")
 def scatter_add(dy: Array, ids: Array, dtable: Array) -> None:
-    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, for i = 0, 1, ...; ignore ids that are not rows of it.
+    """Add row i of ``dy`` to row ``ids[i]`` of ``dtable``, for i = 0, 1, ...; ignore ids without a row.
 
     One thread adds all elements of a column, so additions keep their order without atomic operations.
     """

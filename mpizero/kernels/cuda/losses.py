@@ -1,7 +1,7 @@
 """Compute losses and their gradients, and sums of squares of rows, on the GPU.
 
-The softmax cross-entropy is that of whole rows of logits, or of parts of the classes. The other losses are of single
-elements: losses are float64, gradients have the type of the prediction.
+The softmax cross-entropy is computed from whole rows of logits, or from the logits of a part of the classes on each
+rank. The other losses are computed element by element. Losses are float64; gradients have the type of the prediction.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Arra
 
 @kernel("void(const T[:,:,::1], const i8[::1], T[:,::1], f8[::1])")
 def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
-    """Compute the loss of each row from the terms of all parts of the classes, and what its gradient needs.
+    """Compute each row's loss, and the numbers that its gradient needs, from the terms of all parts of the classes.
 
     The arguments are those of :func:`mpizero.kernels.cpu.losses.merged_cross_entropy`.
     """
@@ -164,7 +164,7 @@ def absolute_error_backward(prediction: Array, target: Array, scale1: Array, dpr
 
 @kernel("void(const T[::1], const T[::1], const T[::1], f8[::1])")
 def huber(prediction: Array, target: Array, delta1: Array, losses: Array) -> None:
-    """Write the Huber loss of each element to ``losses``; ``delta1[0]`` is the error where its straight part begins."""
+    """Write the Huber loss of each element to ``losses``; ``delta1[0]`` is the error above which it is linear."""
     for i in range(cuda.grid(1), prediction.size, cuda.gridsize(1)):
         losses[i] = huber_value(prediction[i], target[i], delta1[0])
 
@@ -180,7 +180,7 @@ def huber_backward(prediction: Array, target: Array, delta1: Array, scale1: Arra
 def binary_cross_entropy(logits: Array, targets: Array, pos_weight: Array, losses: Array) -> None:
     """Write the cross-entropy of each logit's sigmoid to ``losses``.
 
-    Arrays are (rows, columns). ``pos_weight`` has, for each column, the factor on the loss of a target of 1.
+    Arrays are (rows, columns). ``pos_weight`` holds, for each column, a factor on the loss of positive targets (1).
     """
     rows, columns = logits.shape
     for index in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):
@@ -205,7 +205,7 @@ def gaussian_likelihood(prediction: Array, target: Array, lowest1: Array, losses
     """Write the negative logarithm of each target's normal density, without its constant, to ``losses``.
 
     ``target`` and ``losses`` are (rows, columns). ``prediction`` is (rows, 2 * columns): the means, then the logarithms
-    of the variances, which count as ``lowest1[0]`` where they are below it.
+    of the variances; logarithms below ``lowest1[0]`` are replaced by it.
     """
     rows, columns = target.shape
     for index in range(cuda.grid(1), rows * columns, cuda.gridsize(1)):

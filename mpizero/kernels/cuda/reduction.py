@@ -130,8 +130,8 @@ def tree_square_sums(x: Array, starts: Array, stops: Array, out: Array) -> None:
 def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array) -> None:
     """Write the dot product of ``x[starts[k]:stops[k]]`` and the same range of ``y`` to ``out[k]`` for every k.
 
-    It is 0 for an empty range. The sum is computed in float64, in the order of a binary tree over the elements of the
-    range.
+    The dot product of an empty range is 0. The sum is computed in float64, in the order of a binary tree over the
+    elements of the range.
     """
     sizes = np.asarray(stops) - np.asarray(starts)
     filled = np.flatnonzero(sizes > 0)
@@ -262,8 +262,8 @@ def fill_uniform(key0: int, key1: int, site: int, start: int, out: Array, low1: 
 def fill_normal(key0: int, key1: int, site: int, start: int, out: Array, scale1: Array) -> None:
     """Write normal random numbers of mean 0 and standard deviation ``scale1[0]`` to ``out``.
 
-    They are a range of a random sequence, which begins with element ``start`` of the sequence. The sequence is
-    determined by the key (the low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
+    The numbers are a range of a random sequence, from element ``start`` on. The sequence is determined by the key (the
+    low 32 bits of ``key0`` and of ``key1``) and the 64-bit number ``site``.
     """
     T = out.dtype.type  # noqa: N806
     per, scale = values_per_block(T), scale1[0]

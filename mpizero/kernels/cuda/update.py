@@ -1,10 +1,11 @@
-"""Update parameters in place by an optimizer's formula, sum gradients on the way, and compress messages, on the GPU.
+"""Update parameters in place by an optimizer's formula, sum gradients in the same pass, compress messages: GPU.
 
-The arguments, and the programs that :func:`tree_sum` and the kernels that end in ``_tree`` execute, are those of
-``kernels/cpu/update.py``, and so are the bits. Every thread executes the program on one column at a time.
+The arguments, and the programs that :func:`tree_sum` and the kernels whose names end in ``_tree`` execute, are those of
+``kernels/cpu/update.py``, and the results have the same bits. Every thread executes the program on one column at a
+time.
 
-Messages are compressed with error feedback: what a message lost is kept and added to the next message. One thread works
-on a block of ``COMPRESSION_BLOCK`` consecutive values (``int8``), or on a tile of ``TILE`` (``top``).
+Messages are compressed with error feedback: the compression error of a message is kept and added to the next message.
+One thread works on a block of ``COMPRESSION_BLOCK`` consecutive values (``int8``), or on a tile of ``TILE`` (``top``).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def tree_sum(
 def sgd_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients, then update as ``sgd`` does."""
+    """Sum and divide rows of gradients, then update ``w[start:stop]`` as ``sgd`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay = hyper[0], hyper[1]
@@ -135,10 +136,10 @@ def sgd_tree(
 def _both_kernels(
     formula: Callable[..., Any], arrays: str, update: Callable[..., None], tree: Callable[..., None]
 ) -> tuple[CudaKernel, CudaKernel]:
-    """Make the two kernels of an optimizer's formula, which are named by it, from their functions.
+    """Make the two kernels of an optimizer's formula from their Python functions; the formula gives their names.
 
-    They update the arrays in place; ``hyper`` holds the formula's scalars in the order in which it unpacks them. The
-    second kernel sums and divides rows of gradients first.
+    Both kernels update the arrays in place; ``hyper`` holds the formula's scalars in the order in which the formula
+    unpacks them. The second kernel sums and divides rows of gradients first.
     """
     doc = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
     formulas.name_kernel(update, formula.__name__, doc)
@@ -149,7 +150,7 @@ def _both_kernels(
 
 
 def _one_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[CudaKernel, CudaKernel]:
-    """Make the kernels that update ``w[start:stop]`` and ``m`` by a formula: with the gradient ``g``, or with a sum."""
+    """Make two kernels that update ``w[start:stop]`` and ``m``: by the gradient ``g``, or by a sum of gradients."""
 
     def update(w: Array, g: Array, m: Array, hyper: Array, start: int, stop: int) -> None:
         scalars = scalars_of(hyper)
@@ -170,7 +171,7 @@ def _one_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., An
 
 
 def _two_state_kernels(formula: Callable[..., Any], scalars_of: Callable[..., Any]) -> tuple[CudaKernel, CudaKernel]:
-    """Make the kernels that update ``w[start:stop]``, ``m`` and ``v``, as :func:`_one_state_kernels` does."""
+    """Make two kernels that update ``w[start:stop]``, ``m``, ``v``: by the gradient ``g``, or by a sum of gradients."""
 
     def update(w: Array, g: Array, m: Array, v: Array, hyper: Array, start: int, stop: int) -> None:
         scalars = scalars_of(hyper)
@@ -224,8 +225,8 @@ def lamb_direction_tree(
 ) -> None:
     """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
 
-    The bits are the same as with ``tree_sum`` into ``u`` and then ``optimizer.lamb_direction``. ``hyper`` holds the
-    scalars that ``optimizer.lamb_direction`` needs.
+    The bits are the same as with ``tree_sum`` into ``u`` and then :func:`lamb_direction`. ``hyper`` holds the scalars
+    of :func:`lamb_direction`.
     """
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
@@ -281,9 +282,9 @@ def _add(values: Array, residual: Array) -> None:
 
 @kernel("void(const f4[::1], u4, u4, u4, u4, i8[::1])")
 def _count(values: Array, prefix: int, above: int, shift: int, mask: int, counts: Array) -> None:
-    """Count the magnitudes of ``values`` by some of their bits, ``(bits >> shift) & mask``: the index into ``counts``.
+    """Count the magnitudes of ``values`` by some of their bits: add 1 to ``counts[(bits >> shift) & mask]`` for each.
 
-    Only magnitudes with ``bits >> above == prefix`` are counted; with ``above`` = 32 all are.
+    Only magnitudes with ``bits >> above == prefix`` are counted; with ``above`` = 32, all magnitudes are.
     """
     for i in range(cuda.grid(1), values.size, cuda.gridsize(1)):
         bits = _magnitude(values[i])
@@ -309,9 +310,9 @@ def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> No
 def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, indices: Array, largest: Array) -> None:
     """Move the values of largest magnitude from ``residual`` to ``largest``, and their indices to ``indices``.
 
-    Tile t moves its values of a magnitude above ``threshold`` and the first ``allowed[t]`` of its values of a magnitude
-    equal to it, to the elements of the outputs from index ``starts[t]`` on. Moved values become 0 in ``residual``.
-    ``threshold`` is the bits of a magnitude.
+    The values in tile t with a magnitude above ``threshold``, and the first ``allowed[t]`` with a magnitude equal to
+    ``threshold``, are moved to the elements of the outputs from index ``starts[t]`` on. Moved values become 0 in
+    ``residual``. ``threshold`` is the bits of a magnitude.
     """
     for tile in range(cuda.grid(1), starts.size, cuda.gridsize(1)):
         position, left = starts[tile], allowed[tile]
