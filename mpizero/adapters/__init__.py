@@ -12,7 +12,7 @@ _LIBRARIES = ("jax", "torch")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import the adapter to another library when it is first used."""
+    """Import the adapter of JAX or PyTorch when it is first used."""
     if name not in _LIBRARIES:
         raise unknown_name(__name__, name, [*__all__, *_LIBRARIES])
     try:

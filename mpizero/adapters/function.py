@@ -40,31 +40,33 @@ class FunctionModel:
         ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``. It returns the sum of the losses over
         the samples, the gradient of that sum by name for every trainable parameter, and the weight of the samples. For
         a plain mean the weight is the number of samples without padding samples. Loss and weight are one real number
-        each, and gradients are arrays of the parameters' kind, real or complex. ``x`` and ``y`` are NumPy arrays of
-        some consecutive samples of the global batch, alone or in tuples, lists, dictionaries and dataclasses. If the
-        function has a parameter ``run``, it is called with a :class:`~mpizero.types.Run` as this keyword. Its
-        attributes are ``run.samples`` (indices of the samples in the global batch), ``run.first_sample`` (the first of
-        them), ``run.step``, ``run.epoch`` (the argument of ``train``), ``run.seed``, and ``run.training``, which is
-        False in ``evaluate``. Random numbers computed from these attributes are the same on any number of ranks, for
-        example with ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function must not change
-        its arguments: parameters and samples are read-only views, and NumPy raises an error for code that writes to
-        them. Copy an array before changing it (``x = x.copy()``), and also before passing on its bare pointer
-        (``x.ctypes.data``), which no flag protects.
+        each. The gradient of a real parameter is a real array, that of a complex parameter a complex array. ``x`` and
+        ``y`` are NumPy arrays of some consecutive samples of the global batch, alone or in tuples, lists, dictionaries
+        and dataclasses. If the function has a parameter ``run``, it is called with a :class:`~mpizero.types.Run` as
+        this keyword. Its attributes are ``run.samples`` (indices of the samples in the global batch),
+        ``run.first_sample`` (the first of them), ``run.step``, ``run.epoch`` (the argument of ``train``), ``run.seed``,
+        and ``run.training``, which is False in ``evaluate``. Random numbers computed from these attributes are the same
+        on any number of ranks, for example with ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``.
+        The function must not change its arguments: parameters and samples are read-only views, and NumPy raises an
+        error for code that writes to them. Copy an array before changing it (``x = x.copy()``), and also before passing
+        on its bare pointer (``x.ctypes.data``), which no flag protects.
     loss : callable or None
         ``loss(parameters, (x, y)) -> (loss_sum, weight)``: the same loss and weight, without gradients. ``evaluate``
-        calls this function, or ``loss_and_grad`` if ``loss`` is None. The function may have a parameter ``run``, too.
+        calls this function, or ``loss_and_grad`` if ``loss`` is None. The function may have a parameter ``run``, as
+        ``loss_and_grad`` may.
     predict : callable or None
-        ``predict(parameters, x)`` returns predictions. Its arguments are read-only, too.
+        ``predict(parameters, x)`` returns predictions. The arguments are read-only.
     product : callable or None
         ``product(parameters, (x, y), direction) -> (products, weight)``: the product of the Hessian of the sum of
-        losses, or of an approximation such as Gauss and Newton's, with a direction; both by name, like gradients. The
-        weight is that of ``loss_and_grad``. :func:`mpizero.minimize` uses it in "newton-cg" and "gauss-newton".
+        losses, or of an approximation such as Gauss and Newton's, with a direction. Products and direction are mappings
+        by parameter name, like gradients. The weight is that of ``loss_and_grad``. :func:`mpizero.minimize` uses it in
+        "newton-cg" and "gauss-newton".
     frozen : collection of str
         Names of the parameters that are not trained.
     averaged : collection of str
         Names of statistics of the samples, such as running means, that no optimizer trains. In place of a gradient,
-        ``loss_and_grad`` returns the new value, computed from the one it was given. The step takes the mean of the new
-        values of all micro-batches, weighted by their numbers of samples
+        ``loss_and_grad`` returns the new value, computed from the value that it was given. The step takes the mean of
+        the new values of all micro-batches, weighted by their numbers of samples
         (:attr:`ParameterSpec.averaged <mpizero.types.ParameterSpec>`).
     integers : mapping of str to array, optional
         Start values of arrays of whole numbers, such as a counter of batches. ``loss_and_grad`` gets them among the
@@ -79,13 +81,13 @@ class FunctionModel:
         of the parameter. It holds arbitrary numbers, so the function overwrites every element in every call:
         ``gradients["weight"][...] = value``, or ``numpy.matmul(..., out=gradients["weight"])``, or compiled code that
         gets a pointer. The arrays are writable during the call only. Give ``loss``, too: without it ``evaluate`` needs
-        memory for gradients that nobody reads.
+        memory for gradients that are not used.
 
     Raises
     ------
     ConfigError
-        If there is no parameter, the parameters have another type or not one precision, ``frozen`` or ``averaged``
-        names an unknown parameter, both name the same one, or a function cannot be called with the arguments above.
+        If there is no parameter, parameters have other dtypes or differ in precision, ``frozen`` or ``averaged`` names
+        an unknown parameter, both name the same parameter, or a function cannot be called with the arguments above.
 
     Examples
     --------
@@ -172,7 +174,7 @@ def _integers(name: str, value: Any) -> Array:
 
 
 def _check_arguments(function: Callable[..., Any], *, in_place: bool) -> None:
-    """Raise ``ConfigError`` if ``loss_and_grad`` cannot be called; if it looks made for ``in_place``, say so."""
+    """Raise ``ConfigError`` if ``loss_and_grad`` does not take its arguments; suggest ``in_place`` if that fits."""
     try:
         takes_run(function, "loss_and_grad", *loss_arguments(in_place=in_place))
     except ConfigError as error:
@@ -185,7 +187,7 @@ def _check_arguments(function: Callable[..., Any], *, in_place: bool) -> None:
 
 
 def _check_names(what: str, names: Collection[str], parameters: Mapping[str, Array]) -> None:
-    """Raise ``ConfigError`` if ``names``, given as the argument ``what``, are no collection of parameters' names."""
+    """Raise ``ConfigError`` if ``names`` (the argument ``what``) is not a collection of names of parameters."""
     if isinstance(names, str):
         raise ConfigError(f"FunctionModel: {what} is a collection of names, got one string: give [{names!r}]")
     if unknown := sorted(set(names) - set(parameters)):

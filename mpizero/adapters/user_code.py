@@ -1,18 +1,18 @@
-"""Look at a user's code: what it keeps from call to call, what a grain of it costs, and which random numbers it gets.
+"""Inspect user code: its state between calls, the cost of a grain (a fixed slice of the global batch), its seeds.
 
-What a pass leaves behind for the next one depends on the rank that runs it, and no checkpoint has it. So the adapters
-run the first pass several times, and compare all that such code can reach (:func:`hidden_state`): the attributes of its
-objects, what its functions close over, the global variables that they read, and every generator of random numbers.
-:func:`line_that_changes` finds the line at fault.
+State that user code keeps from one pass to the next differs between ranks, and checkpoints do not contain it. So the
+adapters run the first pass several times, and compare all values that the code can reach (:func:`hidden_state`):
+attributes of its objects, closure variables and global variables of its functions, and random number generators.
+:func:`line_that_changes` finds the line of code that changes such a value.
 
-The time of a grain's forward and backward pass is about ``a + b n`` for ``n`` samples. ``a`` is what each grain costs
-whatever its size: calls of Python and of kernels, and reading the parameters and adding their gradients; ``b`` is the
-work of a sample. The default size of a grain (:class:`EfficientSamples`) follows from counts, never from a clock, so
-that every rank of every job finds the same number. docs/measurements.md has the measurements behind the constants,
-which are times in nanoseconds on a processor's core. Times of the first passes (:class:`PassTimes`) are for a line of
-advice alone.
+The time of a grain's forward and backward pass is about ``a + b n`` for ``n`` samples. ``a`` is the fixed cost of a
+grain: calls of Python functions and of kernels, reading the parameters, adding their gradients; ``b`` is the cost of a
+sample. The default size of a grain (:class:`EfficientSamples`) is computed from counted operations and bytes, never
+from measured times, so that all ranks of all jobs get the same size. docs/measurements.md has the measurements of the
+constants, which are times in nanoseconds on one CPU core. Times of the first passes (:class:`PassTimes`) are used only
+in a notice to the user.
 
-:func:`derived_seed` gives the seeds of other libraries' random numbers, so that they do not depend on the ranks.
+:func:`derived_seed` computes seeds for the random numbers of PyTorch and JAX, which then do not depend on the ranks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from mpizero.types import Run
 
 
 def hidden_state(**roots: Any) -> dict[str, bytes]:
-    """Return a digest of every value that can be reached from some objects and functions, by its path.
+    """Return digests of all values that can be reached from the objects and functions ``roots``, by their paths.
 
-    Parameters, buffers and modes of PyTorch's modules are left out. Not collective.
+    Parameters, buffers and training modes of PyTorch's modules are left out. Not collective.
     """
     walk = _Walk()
     for name, root in roots.items():
@@ -62,9 +62,9 @@ def shared_generators() -> dict[str, bytes]:
 
 
 def differing(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str | None:
-    """Return the shortest path of what differs between two states, or is in one only; None if nothing does.
+    """Return the shortest path whose digest differs between two states, or is in one only; None if they are equal.
 
-    Of what changes inside of a list or dictionary, it is the path of that.
+    If a value inside a list or dictionary differs, the path of the list or dictionary is returned.
     """
     odd = (
         re.split(r"\[|'s length|\.keys\(\)", path)[0]
@@ -75,14 +75,14 @@ def differing(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str | 
 
 
 def part_of(state: Mapping[str, bytes], path: str) -> dict[str, bytes]:
-    """Return of a state what has a path that begins with ``path``."""
+    """Return the entries of a state whose paths begin with ``path``."""
     return {name: digest for name, digest in state.items() if name.startswith(path)}
 
 
 def line_that_changes(state: Callable[[], Any], action: Callable[[], Any]) -> Line | None:
-    """Run ``action``, and return the first line of the user's code after which ``state()`` is another. Not collective.
+    """Run ``action``, and return the first line of user code that changes the value of ``state()``. Not collective.
 
-    None stands for no such line. Errors of ``action`` are ignored.
+    Return None if no line changes it. Exceptions of ``action`` are ignored.
     """
     before, last, line = state(), None, None
 
@@ -114,7 +114,7 @@ def line_that_changes(state: Callable[[], Any], action: Callable[[], Any]) -> Li
     return line
 
 
-#: Most levels of objects inside of objects, and most values, that are looked at; bytes of an array that are all read.
+#: Most levels of nested objects, and most values, that a walk visits; largest array in bytes that is read completely.
 _DEEPEST, _MOST, _MOST_BYTES = 16, 20_000, 1 << 24
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, range, itertools.count)
 
@@ -142,7 +142,7 @@ class _Walk:
 
 
 def _state(value: Any) -> Any:
-    """Return what tells one value of an array, a tensor or a generator from another; None for anything else."""
+    """Return the contents of an array or tensor, or the state of a random generator; None for any other object."""
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
     if isinstance(value, random.Random):
@@ -167,7 +167,7 @@ def _state(value: Any) -> Any:
 
 
 def _inner(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of what ``value`` holds; nothing of objects of other packages, which may hold anything."""
+    """Yield (path, value) for the values that ``value`` holds; nothing for instances of other packages' classes."""
     if isinstance(value, Mapping):
         yield f"{path}.keys()", " ".join(map(repr, value))[:1000]
         yield from ((f"{path}[{key!r:.40}]", item) for key, item in list(value.items()))
@@ -212,7 +212,7 @@ def _of_class(kind: type, path: str) -> Iterator[tuple[str, Any]]:
                     yield f"{path}.{name}", getattr(item, "__func__", item)
 
 
-#: Attributes of a module of PyTorch that hold what the adapter puts there, or what is looked at by itself.
+#: Attributes of a PyTorch module that a walk skips: the adapter sets them, or they are checked separately.
 _OF_TORCH = ("_parameters", "_buffers", "_flat_weights", "training")
 
 
@@ -235,7 +235,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _is_users(kind: type) -> bool:
-    """Tell whether a class is the user's."""
+    """Tell whether a class is defined in the user's own code, not in an installed package."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ != "builtins" and is_users_code(file, kind.__module__)
 
@@ -266,7 +266,7 @@ class PassWork(NamedTuple):
     Attributes
     ----------
     calls, convolutions : int
-        Calls of kernels; those of them that are convolutions.
+        Number of kernel calls, and the number of these that are convolutions.
     operations : int
         Floating-point operations of products and convolutions.
     bytes : int
@@ -279,29 +279,30 @@ class PassWork(NamedTuple):
     bytes: int = 0
 
     def plus(self, other: PassWork) -> PassWork:
-        """Return the work of both."""
+        """Return the sum of this work and ``other``."""
         return PassWork(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-#: A grain's calls between engine and model; a kernel's call; what a convolution's call takes more, on few samples; a
-#: parameter that is read, and whose gradient is written and added.
+#: Costs in nanoseconds: of a grain's calls between engine and model; of a kernel's call; of a convolution's call, in
+#: addition, on few samples; of a parameter that is read, and whose gradient is written and added.
 _GRAIN, _CALL, _CONVOLUTION, _PARAMETER = 300_000, 15_000, 130_000, 3.6
-#: A floating-point operation of a product, and a byte that is read or written.
+#: Costs in nanoseconds of a floating-point operation of a product, and of a byte that is read or written.
 _OPERATION, _BYTE = 0.01, 1 / 12
-#: The work of a grain's samples over its fixed cost from which on the latter is small.
+#: Ratio of the work of a grain's samples to its fixed cost from which on the fixed cost counts as small.
 _ENOUGH = 20
-#: Numbers of samples with which a model is run to count its work. Batch norms refuse a single one, and kernels leave
-#: copies out that they make of more.
+#: Numbers of samples with which a model is run to count its work. Batch norms refuse a single one, and kernels omit
+#: copies for a single sample.
 _FEW, _MORE = 2, 3
 
 
 class EfficientSamples:
-    """Find, once for samples of each shape, with how many of them a grain's fixed cost is a twentieth of its work.
+    """Compute, once per sample shape, how many samples make a grain's fixed cost a twentieth of their work.
 
     Parameters
     ----------
     work : callable
-        Takes trees ``x`` and ``y`` of so many samples as are to be counted, and returns the work of a pass.
+        ``work(x, y)`` returns the :class:`PassWork` of a forward and backward pass on ``x`` and ``y``, trees of
+        samples.
     parameters : int
         Number of parameters.
     """
@@ -311,10 +312,10 @@ class EfficientSamples:
         self._counts: dict[Any, int | None] = {}
 
     def __call__(self, x: Any, y: Any) -> int | None:
-        """Return the number of samples, a power of two; None if samples take no work, or if it cannot be counted.
+        """Return the number of samples, a power of two; None if samples take no work, or their work cannot be counted.
 
-        Kernels are slower for other numbers: of XLA a convolution of 7 samples takes longer than one of 8. Of ``x`` and
-        ``y``, trees of samples, only shapes and types count. Not collective.
+        Kernels are slower for numbers that are no power of two: XLA's convolution of 7 samples takes longer than that
+        of 8. Only the shapes and dtypes of ``x`` and ``y``, trees of samples, are used. Not collective.
         """
         kind = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves_of((x, y)))
         if kind not in self._counts:
@@ -338,21 +339,21 @@ def _zeros(tree: Any, samples: int) -> Any:
 
 
 class PassSeconds(NamedTuple):
-    """Hold the least seconds of a forward and backward pass of ``samples`` samples, and of one sample."""
+    """Hold the shortest measured times of a forward and backward pass, of ``samples`` samples and of one sample."""
 
     samples: int
     all: float
     one: float
 
 
-#: Passes of a block that are left out because they also prepare something, and passes that are timed after them.
+#: Number of first passes of a block that are not timed because they also compile or allocate; passes timed after them.
 _LEFT_OUT, _TIMED = 2, 3
 
 
 class PassTimes:
-    """Keep the seconds of the first passes of each block, forward and backward together.
+    """Record the seconds of the first passes of each block, forward and backward together.
 
-    They advise, and determine nothing: a clock is another one on every rank.
+    The times serve for advice only and decide nothing, because they differ between ranks.
     """
 
     def __init__(self) -> None:
@@ -361,9 +362,10 @@ class PassTimes:
         self._one: dict[int, float] = {}
 
     def add(self, block: int, samples: int, seconds: float, one: Callable[[], object]) -> None:
-        """Add a pass of block number ``block``; where it counts, time ``one`` beside it, which passes a single sample.
+        """Add the time of a pass of block number ``block``; if this time is recorded, also call and time ``one``.
 
-        Its errors are ignored: not all code takes a single sample, and not every array has them on its first axis.
+        ``one`` runs a pass of a single sample. Its exceptions are ignored: not all code takes a single sample, and not
+        every array has samples on its first axis.
         """
         key = block, samples
         if samples < 2 or self._passes.get(key, 0) >= _LEFT_OUT + _TIMED:
@@ -379,7 +381,7 @@ class PassTimes:
 
     @property
     def seconds(self) -> PassSeconds | None:
-        """The sums over this rank's blocks; None before all of them were timed."""
+        """The shortest times, summed over this rank's blocks; None until all blocks were timed."""
         enough = [key for key, count in self._passes.items() if count == _LEFT_OUT + _TIMED]
         samples = max((samples for _, samples in enough), default=0)
         blocks = {block for block, _ in self._passes}

@@ -1,6 +1,6 @@
 """Train models that are written in JAX.
 
-Import this package before JAX computes anything: XLA's number of threads can be set only before.
+Import this package before JAX computes anything: afterwards, XLA's number of threads cannot be changed.
 """
 
 from mpizero.adapters.jax.function import fix_threads

@@ -1,17 +1,18 @@
-"""Compile what a user has written in JAX: the blocks of a model with their loss, or one loss of all parameters.
+"""Compile functions that a user has written in JAX: a model's blocks and their loss, or one loss of all parameters.
 
 :class:`CompiledBlock` compiles a block's forward pass and the two halves of its backward pass, which :class:`JaxBlock`
-runs as a layer; :class:`JaxLoss` is the loss of their prediction. :class:`CompiledLoss` compiles a loss of all
-parameters and its gradient, once for each number of samples, and checks it on its first samples. :func:`read_blocks`
-and :func:`make_layers` make layers of a user's list of blocks, and :class:`StartValues` makes its start values.
+runs as a layer; :class:`JaxLoss` computes the loss of the last block's output. :class:`CompiledLoss` compiles a loss of
+all parameters and its gradient, once for each number of samples, and checks it on its first samples.
+:func:`read_blocks` and :func:`make_layers` make layers of a user's list of blocks, and :class:`StartValues` makes the
+start values of their parameters.
 
-[Note: halves] ``jax.vjp`` gives a block's backward pass as one program, from what the forward pass keeps and from the
-gradient of the output. Its equations are divided: those that the gradient of the input needs are the first half, the
-others the second, which is given what the first one has computed. No equation runs twice, and every schedule runs the
-same two programs, so all of them have the same bits.
+[Note: halves] ``jax.vjp`` gives a block's backward pass as one program (a jaxpr), whose inputs are the residuals of the
+forward pass and the gradient of the output. The program's equations are divided into two halves: the first half has
+those that the gradient of the input needs; the second half has the others, and also takes values that the first half
+computes. No equation runs twice, and all pipeline schedules run the same two programs, so they give the same bits.
 
-[Note: what is kept] Of the values that the backward pass needs, parameters and all that is computed from parameters
-alone are not kept: they are given, or computed, again. So a gathered unit can be released between both passes.
+[Note: what is kept] The forward pass does not keep parameters, or values computed from parameters alone: the backward
+pass gets the parameters again, and recomputes such values. So a gathered unit can be released between the two passes.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from mpizero.types import EVALUATE, Array, ParameterSpec, Params, Run
 
 
 class Half(NamedTuple):
-    """Hold a compiled half of a backward pass: the numbers of the values that it takes, and the function."""
+    """Hold a compiled half of a backward pass: its function, and the indices of the values that it takes."""
 
     takes: list[int]
     function: Callable[[list[Any]], list[Any]]
@@ -60,23 +61,24 @@ class Half(NamedTuple):
 class BlockProgram(NamedTuple):
     """Hold the compiled programs of a block for inputs of one structure, shape and dtype.
 
-    The values that a backward pass takes are numbered: first the parameters, then the arrays of the input, then what
-    the forward pass keeps, the gradients of the output, and what the first half computes for the second.
+    The values that a backward pass takes are numbered: first the parameters, then the arrays of the input, then the
+    values that the forward pass keeps, the gradients of the output, and the values that the first half computes for the
+    second.
 
     Attributes
     ----------
     forward : callable
-        Takes the parameters, the arrays of the input and what makes a key; returns the arrays of the output, then those
-        that are kept.
+        Takes the parameters, the arrays of the input and the result of :func:`key_data`; returns the arrays of the
+        output, then the values that are kept for the backward pass.
     output : tree structure
         The structure of the output.
     outputs : list
-        For each array of the output its shape and dtype if it is of floating point, and has a gradient; else None.
+        For each array of the output, its shape and dtype if it has a gradient; None for integers and bools.
     differentiated : list of int
-        Numbers of the input's arrays that have a gradient.
+        Indices of the input's arrays that have a gradient.
     inputs, weights : Half
-        The first half returns the gradients of these arrays, then what the second takes; the second those of the
-        trained parameters.
+        The halves of the backward pass. ``inputs`` returns the gradients of the arrays ``differentiated``, then values
+        that ``weights`` takes; ``weights`` returns the gradients of the trained parameters.
     """
 
     forward: Callable[..., list[Any]]
@@ -88,17 +90,17 @@ class BlockProgram(NamedTuple):
 
 
 class ForwardCache(NamedTuple):
-    """Hold what a forward pass keeps for the backward pass.
+    """Hold the values that a forward pass keeps for the backward pass.
 
     Attributes
     ----------
     inputs, structure
-        The arrays of the block's input, and the tree that they are the leaves of.
+        The arrays of the block's input, and the structure of the pytree whose leaves they are.
     key : Array or None
-        The numbers of which the block's PRNG key was made.
+        The result of :func:`key_data` from which the block's PRNG key was made.
     values : list or None
-        The residuals of its vector-Jacobian product. None after a pass that is not one of training: the backward pass
-        then runs it again.
+        The residuals of its vector-Jacobian product. None after a pass in evaluation: the backward pass then runs the
+        forward pass again.
     """
 
     inputs: list[Any]
@@ -108,7 +110,7 @@ class ForwardCache(NamedTuple):
 
 
 class CompiledBlock:
-    """Compute a block's output and gradients; blocks of one function and equal shapes share it.
+    """Compute a block's output and gradients; blocks with the same function and equal shapes share one instance.
 
     Parameters
     ----------
@@ -117,7 +119,7 @@ class CompiledBlock:
     tree : ParameterTree
         Structure and names of the block's parameters.
     trained : list of int
-        Numbers of the parameters that have gradients.
+        Indices of the parameters that have gradients.
     first : bool
         Whether this is the model's first block, whose input needs no gradient.
     """
@@ -130,27 +132,27 @@ class CompiledBlock:
 
     @property
     def compilations(self) -> int:
-        """For how many shapes of inputs the forward and backward pass were compiled."""
+        """Number of input shapes for which the forward and backward pass were compiled."""
         return len(self._programs)
 
     def traced_output(self, parameters: list[Any], x: Any) -> Any:
-        """Return shapes and dtypes of the output, from those of parameters and input."""
+        """Return the shapes and dtypes of the output, from the shapes and dtypes of parameters and input."""
         return jax.eval_shape(self._alone, parameters, x, None)
 
     def lowered(self, parameters: list[Any], x: Any) -> Any:
-        """Return the forward pass as JAX lowers it, before XLA compiles it, from shapes and dtypes. Not collective."""
+        """Return the forward pass, lowered by JAX for shapes and dtypes but not compiled by XLA. Not collective."""
         key = key_data(Run(True, 0, 0, 0), 0) if self.apply.takes_key else None
         return self._alone.lower(parameters, x, key)
 
     def output(self, parameters: list[Array], x: Any) -> tuple[Any, ForwardCache]:
-        """Return the output for ``x`` without a key, as read-only arrays, and what :meth:`backward_input` needs."""
+        """Return the output for ``x`` without a key, as read-only arrays, and the cache for :meth:`backward_input`."""
         inputs, structure = jax.tree_util.tree_flatten(x)
         with self.apply.traced(without_key=True):
             y = jax.tree_util.tree_map(np.asarray, self._alone(parameters, x, None))
         return y, ForwardCache(inputs, structure, None, None)
 
     def forward(self, parameters: list[Array], x: Any, key: Array | None) -> tuple[Any, ForwardCache]:
-        """Return the output for ``x``, as read-only arrays, and what :meth:`backward_input` needs."""
+        """Return the output for ``x``, as read-only arrays, and the cache for :meth:`backward_input`."""
         inputs, structure = jax.tree_util.tree_flatten(x)
         program = self._program(parameters, inputs, structure, key)
         if not self._checked:
@@ -161,7 +163,7 @@ class CompiledBlock:
         return y, ForwardCache(inputs, structure, key, results[count:])
 
     def backward_input(self, parameters: list[Array], cache: ForwardCache, dy: Any) -> tuple[Any, list[Any]]:
-        """Return the gradient of the input, None where it has none, and values for :meth:`backward_weights`."""
+        """Return the gradient of the input (None if it has none), and values for :meth:`backward_weights`."""
         inputs, structure, key, values = cache
         program = self._program(parameters, inputs, structure, key)
         if values is None:
@@ -241,19 +243,19 @@ class Backward:
     Parameters
     ----------
     program : FlatProgram
-        The forward pass: it takes parameters, arrays of the input and what makes a key, and returns the arrays of the
-        output, and those that ``jax.vjp`` needs.
+        The forward pass: it takes the parameters, the arrays of the input and the result of :func:`key_data`; it
+        returns the arrays of the output, then the residuals of ``jax.vjp``.
     parameters, inputs : int
         Number of parameters and of arrays of the input.
     structures : dict
-        Structures that were found in tracing it: "output", "backward" (what ``jax.vjp`` returned), and "outputs", the
-        types of the arrays of the output.
+        Found while tracing ``program``: the pytree structures "output" and "backward" (of the function that ``jax.vjp``
+        returned), and "outputs", the types of the arrays of the output.
     """
 
     def __init__(self, program: FlatProgram, parameters: int, inputs: int, structures: dict[str, Any]) -> None:
         self.program, self.structure, self.output = program, structures["backward"], structures["output"]
         self.types = structures["outputs"]
-        #: Shapes and dtypes of the arrays of the output, None of those without a gradient.
+        #: Shapes and dtypes of the arrays of the output; None for arrays without a gradient.
         self.shapes = [
             jax.ShapeDtypeStruct(kind.shape, kind.dtype) if kind.dtype.kind in "fcV" else None for kind in self.types
         ]
@@ -316,7 +318,7 @@ class JaxBlock(Layer):
     apply : callable
         The function.
     parameters : tuple of ParameterSpec
-        The block's parameters, in the order of JAX.
+        The block's parameters, in the order of the pytree's leaves.
     number : int
         Number of the block in the model; its random keys depend on it.
     """
@@ -326,12 +328,12 @@ class JaxBlock(Layer):
     number: int
     dtype: np.dtype[Any]
     _compiled: CompiledBlock = field(repr=False)
-    #: Whose memory the arrays of a pass are in, which the planner cannot count.
+    #: Library that allocates the arrays of a pass, which the planner cannot count.
     memory_of: ClassVar[str] = "JAX"
 
     @property
     def compiled(self) -> CompiledBlock:
-        """The compiled functions, which blocks of one function and equal shapes share."""
+        """The compiled functions, which blocks with the same function and equal shapes share."""
         return self._compiled
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -339,11 +341,11 @@ class JaxBlock(Layer):
         return self
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the parameters."""
+        """Return the descriptions of the block's parameters."""
         return self.parameters
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, ForwardCache]:
-        """Return the output for ``x``, and what the backward pass needs; no parameter is in it.
+        """Return the output for ``x``, and a cache for the backward pass, which contains no parameters.
 
         The output is a read-only array, or a tree of them.
         """
@@ -354,7 +356,7 @@ class JaxBlock(Layer):
         return self._compiled.forward(self._leaves(params), inputs, key)
 
     def backward_input(self, params: Params, cache: ForwardCache, dy: Any) -> tuple[Any, list[Any]]:
-        """Return the gradient of the input, None for the first block and for integers, and intermediate results."""
+        """Return the gradient of the input (None in the first block, and for integers), and intermediate results."""
         return self._compiled.backward_input(self._leaves(params), cache, dy)
 
     def backward_weights(self, params: Params, cache: ForwardCache, pending: list[Any], grads: Params) -> None:
@@ -365,7 +367,7 @@ class JaxBlock(Layer):
                 value_at(grads, spec.name)[...] = next(gradients)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the output for one sample of ``shape``; that of the input where it cannot be traced."""
+        """Return the shape of the output for one sample of ``shape``, or ``shape`` itself if tracing fails."""
         for dtype in (self.dtype, np.dtype(np.int32)):
             try:
                 shapes = [jax.ShapeDtypeStruct(spec.shape, self.dtype) for spec in self.parameters]
@@ -376,7 +378,7 @@ class JaxBlock(Layer):
         return shape
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Raise ``UnsupportedError``: the operations of a function of JAX are not counted."""
+        """Raise ``UnsupportedError``, because the operations of a function of JAX are not counted."""
         raise UnsupportedError("a block written in JAX does not count its operations")
 
     def _leaves(self, params: Params) -> list[Array]:
@@ -483,14 +485,14 @@ class CompiledLoss:
         return float(loss), _weight(weight, batch, run)
 
     def lowered(self, parameters: Mapping[str, Array], x: Any, y: Any) -> Any:
-        """Return the loss with its gradient as JAX lowers it, before XLA compiles it. Not collective.
+        """Return the loss with its gradient, lowered by JAX but not compiled by XLA. Not collective.
 
-        Only shapes and types of the arguments count.
+        Only the shapes and dtypes of the arguments are used.
         """
         return self._alone.lower(*self._arguments(parameters, (x, y), Run(True, 0, 0, 0)))
 
     def _arguments(self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run) -> tuple[Any, ...]:
-        """Return what the compiled functions take: trained and fixed parameters, samples, and what makes a key."""
+        """Return the arguments of the compiled functions: trained and frozen parameters, x, y, and key data or None."""
         trained, fixed = ({name: parameters[name] for name in names} for names in (self._trained, self._fixed))
         key = key_data(run, 0) if self.loss.takes_key and run.training else None
         return trained, fixed, samples(batch[0], self._dtype, "x"), samples(batch[1], self._dtype, "y"), key
@@ -511,7 +513,7 @@ def _weight(weight: Any, batch: tuple[Any, Any], run: Run) -> float:
 
 
 class Block(NamedTuple):
-    """Hold a block as the user gave it: its parameters, or a function of a key that makes them, and its function."""
+    """Hold a block as the user gave it: its parameters, or the ``init(key)`` that makes them, and its ``apply``."""
 
     parameters: Any
     apply: TracedFunction
@@ -523,12 +525,12 @@ _PAIRS = "pairs (init, apply) or (parameters, apply), in a list or by name"
 def read_blocks(parameters: Any, blocks: Any) -> dict[str, Block]:
     """Return the blocks by name; those of a list are named "0", "1", ...
 
-    ``parameters`` is None, or has the parameters of every block, where ``blocks`` has only their functions.
+    ``parameters`` is None, or it has the parameters of every block and ``blocks`` has only the functions ``apply``.
 
     Raises
     ------
     ConfigError
-        If ``blocks`` is something else.
+        If ``blocks`` has another form, or does not fit ``parameters``.
     """
     if isinstance(blocks, str | bytes) or not isinstance(blocks, Mapping | Sequence) or not blocks:
         raise ConfigError(f"JaxModel: blocks are {_PAIRS}; got {blocks!r:.60}")
@@ -550,7 +552,7 @@ def read_blocks(parameters: Any, blocks: Any) -> dict[str, Block]:
 
 
 class StartValues(Mapping[str, Array]):
-    """Make start values by name, one block at a time.
+    """Map names of parameters to start values, which are made one block at a time.
 
     Parameters
     ----------
@@ -566,7 +568,7 @@ class StartValues(Mapping[str, Array]):
         self._last: tuple[str, dict[str, Array]] = ("", {})
 
     def of_block(self, name: str) -> tuple[ParameterTree, dict[str, Array]]:
-        """Return structure and values of the parameters of a block."""
+        """Return the structure and the start values of a block's parameters."""
         block, number = self._blocks[name], list(self._blocks).index(name)
         tree = block.parameters
         if callable(tree):
@@ -585,14 +587,14 @@ class StartValues(Mapping[str, Array]):
         return structure, arrays
 
     def __getitem__(self, name: str) -> Array:
-        """Return the values of one parameter."""
+        """Return the start value of one parameter."""
         block, last = self._homes[name], self._last
         if last[0] != block:
             last = self._last = (block, self.of_block(block)[1])
         return last[1][name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
+        """Iterate over the names of the parameters."""
         return iter(self._homes)
 
     def __len__(self) -> int:
@@ -608,7 +610,7 @@ def make_layers(
     Raises
     ------
     ConfigError
-        If parameters have different dtypes, there are none, or ``frozen`` names an unknown one.
+        If parameters have different precision, there are no parameters, or ``frozen`` names an unknown parameter.
     """
     trees: dict[str, tuple[ParameterTree, dict[str, tuple[int, ...]]]] = {}
     dtypes: dict[str, np.dtype[Any]] = {}

@@ -1,15 +1,15 @@
 """Call functions written in JAX: fix XLA's threads, name parameters, convert samples, trace programs, and check losses.
 
 :class:`TracedFunction` is a user's function of JAX arrays; it explains the errors that the function raises while JAX
-traces it. :class:`ParameterTree` names the arrays of a pytree, of which mpizero must be able to train each.
-:class:`FlatProgram` takes a program of JAX apart: it evaluates some of its equations, and finds those that given values
-need. :class:`FirstGrains` checks what a loss returns on the first samples: that it is a sum that a trace holds
-whole; :func:`check_rows` does so for a block.
+traces it. :class:`ParameterTree` names the arrays of a pytree of parameters. :class:`FlatProgram` holds a program of
+JAX (a jaxpr): it evaluates some of the equations, and finds the equations that given outputs need. :class:`FirstGrains`
+checks on the first samples that a loss is a sum over samples, and that it does the same each time it is traced.
+:func:`check_rows` checks that a block computes each sample by itself.
 
-[Note: threads of XLA] JAX starts its CPU client when it first computes, and the client keeps as many threads as the
-environment variable ``PJRT_NPROC`` says then; without it, as many as the process may use cores, on every rank of the
-node. Neither ``OMP_NUM_THREADS`` nor the ``intra_op_parallelism_threads`` of ``XLA_FLAGS`` changes that. The threads
-that compute are named ``tf_XLAEigen``, by which they are counted on Linux.
+[Note: threads of XLA] JAX starts its CPU client when it first computes, and the environment variable ``PJRT_NPROC``
+then sets the client's number of threads; without it, the client of every rank has as many threads as the process may
+use cores. Neither ``OMP_NUM_THREADS`` nor the ``intra_op_parallelism_threads`` of ``XLA_FLAGS`` changes that. The
+computing threads are named ``tf_XLAEigen``; on Linux, :func:`running_threads` counts them by this name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SETTING, _NAME = "PJRT_NPROC", "tf_XLAEigen"
 def fix_threads(threads: int | None = None) -> None:
     """Let XLA start with this number of threads, unless it has started. Not collective.
 
-    None stands for the value of ``PJRT_NPROC``, else that of ``OMP_NUM_THREADS``, else 1.
+    If ``threads`` is None, the value of ``PJRT_NPROC`` or else of ``OMP_NUM_THREADS`` is used, or else 1.
     """
     if threads is None:
         setting = os.environ.get(_SETTING) or os.environ.get("OMP_NUM_THREADS", "1")
@@ -81,8 +81,9 @@ def require_threads(threads: int) -> None:
 def key_data(run: Run, number: int) -> Array:
     """Return two integers of 32 bits from which :func:`make_key` makes the key of block ``number``. Not collective.
 
-    They depend on seed, step and first sample of ``run``. They are an argument of the compiled function, which is
-    therefore compiled once; a Python integer of 64 bits would lose half of them where JAX has only 32.
+    The integers depend on the seed, the step and the first sample of ``run``. They are an argument of the compiled
+    function, so that it is compiled only once. There are two, because JAX would cut one of 64 bits to 32 bits unless
+    ``jax_enable_x64`` is set.
     """
     seed = derived_seed(run, number)
     return np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
@@ -95,7 +96,7 @@ def make_key(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class ParameterTree:
-    """Hold the structure of a pytree and the dotted names of its leaves, in the order of JAX.
+    """Hold the structure of a pytree and the dotted names of its leaves, in JAX's order.
 
     Attributes
     ----------
@@ -112,15 +113,15 @@ class ParameterTree:
 
 
 def named_leaves(tree: Any, where: str) -> tuple[ParameterTree, list[Any]]:
-    """Take a pytree of parameters apart; return its names with its structure, and its leaves.
+    """Return the names and structure of a pytree of parameters, and its leaves.
 
-    ``where`` says for messages what the tree is.
+    ``where`` names the tree in error messages.
 
     Raises
     ------
     ConfigError
-        If there are no leaves, a leaf is no array of float32, float64, complex64 or complex128, or two leaves have one
-        name.
+        If there are no leaves, a leaf is no array of float32, float64, complex64 or complex128, or two leaves have the
+        same name.
     """
     try:
         paths, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -143,7 +144,7 @@ SINGLE = "value"
 
 
 def dotted(path: Sequence[Any]) -> str:
-    """Return a path of JAX as a name: keys, indices and attributes, joined by dots."""
+    """Return the name for a path in a pytree: its keys, indices and attributes, joined by dots."""
     steps = (
         next((getattr(step, name) for name in ("key", "idx", "name") if hasattr(step, name)), str(step).strip(".[]'\""))
         for step in path
@@ -174,15 +175,16 @@ def require_precision(dtypes: Mapping[str, Any], where: str) -> None:
 
 
 def samples(tree: Any, dtype: np.dtype[Any], what: str) -> Any:
-    """Return a pytree of samples with arrays that JAX takes as they are. Not collective.
+    """Return a pytree of samples whose arrays have dtypes that JAX does not change. Not collective.
 
-    Floating arrays wider than ``dtype``, the parameters', are converted to its precision, so that float32 stays float32
-    whether or not JAX has 64 bits. Without 64 bits, integers of 64 bits are converted to 32.
+    Floating-point arrays that are wider than ``dtype``, the dtype of the parameters, are converted to its precision, so
+    that float32 stays float32 whether or not JAX has 64 bits. Without 64 bits, integers of 64 bits are converted to 32.
 
     Raises
     ------
     DataError
-        If a leaf is no array of numbers, or an integer has no place in 32 bits. ``what`` and the path name the leaf.
+        If a leaf is no array of numbers, or an integer does not fit into JAX's 32 bits. The message names the leaf by
+        ``what`` and its path.
     """
     if type(tree) is np.ndarray:
         return _sample(tree, dtype, lambda: what)
@@ -221,27 +223,27 @@ def count(*trees: Any) -> int:
 
 
 def descending(gradient: Any) -> Any:
-    """Return a gradient such that ``w -= lr * gradient`` descends: of a complex parameter JAX's conjugate."""
+    """Return a gradient such that ``w -= lr * gradient`` descends: the conjugate of JAX's for complex parameters."""
     return jax.numpy.conj(gradient) if jax.numpy.iscomplexobj(gradient) else gradient
 
 
 def real_type(dtype: Any) -> np.dtype[Any]:
-    """Return the type of real and imaginary parts of a complex dtype, and a real dtype itself. Not collective."""
+    """Return the dtype of the real part of a complex dtype; return a real dtype itself. Not collective."""
     return np.dtype(np.finfo(dtype).dtype)
 
 
 @dataclass(frozen=True)
 class FlatProgram:
-    """Hold a program without calls of inner programs.
+    """Hold a program of JAX (a jaxpr) in which the calls of inner programs are inlined.
 
     Attributes
     ----------
     inputs, outputs : list
-        Its variables; an output may also be a literal.
+        Input and output variables of the program; an output may also be a literal.
     equations : list
-        Its equations, in their order.
+        Equations of the program, in the order in which they run.
     constants : dict
-        Values of its constants, by variable.
+        Values of the program's constants, by variable.
     """
 
     inputs: list[Any]
@@ -251,11 +253,11 @@ class FlatProgram:
     _jaxpr: Any
 
     def evaluated(self, equations: list[Any], known: Mapping[Any, Any], outputs: Sequence[Any]) -> list[Any]:
-        """Evaluate some of the equations, from the values ``known`` by variable, and return those of ``outputs``."""
+        """Evaluate some of the equations, given the values ``known`` by variable; return the values of ``outputs``."""
         return _evaluated(self._jaxpr, equations, self.constants | dict(known), outputs)
 
     def needed(self, outputs: Iterable[Any]) -> list[Any]:
-        """Return the equations that compute the variables ``outputs``, in their order."""
+        """Return the equations that the variables ``outputs`` depend on, in the order in which they run."""
         wanted, equations = {v for v in outputs if is_variable(v)}, []
         for equation in reversed(self.equations):
             if wanted.intersection(equation.outvars):
@@ -264,7 +266,7 @@ class FlatProgram:
         return equations[::-1]
 
     def following(self, inputs: Iterable[Any]) -> set[Any]:
-        """Return ``inputs``, variables, and all variables that depend on them."""
+        """Return the set of the variables ``inputs`` and of all variables that depend on them."""
         variables = set(inputs)
         for equation in self.equations:
             if any(v in variables for v in filter(is_variable, equation.invars)):
@@ -291,7 +293,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 def _inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Run a program, and those that it calls, equation by equation."""
+    """Run a program equation by equation, including the programs that it calls."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr") if equation.primitive.name in _CALLS else None
@@ -305,7 +307,7 @@ def _inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> 
 
 
 def _evaluated(jaxpr: Any, equations: list[Any], known: Mapping[Any, Any], outputs: Sequence[Any]) -> list[Any]:
-    """Evaluate equations of a program, from the values ``known`` by variable, and return those of ``outputs``."""
+    """Evaluate equations of a program, given the values ``known`` by variable; return the values of ``outputs``."""
     needed = {v for equation in equations for v in equation.invars if is_variable(v)}
     needed.update(filter(is_variable, outputs))
     inputs = [v for v in known if v in needed]
@@ -323,7 +325,7 @@ _INSTEAD = (
     (jax.errors.UnexpectedTracerError, "return what is computed, in place of keeping it in a variable outside"),
     (jax.errors.ConcretizationTypeError, "keep values as arrays: return them without float() and int()"),
 )
-#: Part of the note that JAX adds to every error, which tells no more than that it left lines out.
+#: Part of the note that JAX adds to every error, which says only that lines were left out.
 _FILTERED = "JAX has removed its internal frames"
 
 
@@ -336,14 +338,14 @@ class TracedFunction:
         The function. It takes a key if it has a parameter ``key``, or one positional parameter more than ``arguments``
         names.
     name : str
-        Name of the argument that the user gave it as, for messages.
+        Name of the user's argument that the function was given as, for messages.
     arguments : str
-        Names of the arguments that it is called with.
+        Names of the arguments with which the function is called.
 
     Raises
     ------
     ConfigError
-        If it is not callable, or cannot be called with these arguments.
+        If ``function`` is not callable, or cannot be called with these arguments.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *arguments: str) -> None:
@@ -363,7 +365,7 @@ class TracedFunction:
         return named(self.function, self.name)
 
     def __call__(self, *arguments: Any, key: Any) -> Any:
-        """Return what the function returns; ``key`` is passed on if it takes one."""
+        """Return what the function returns; ``key`` is passed on if the function takes a key."""
         if self._by_name:
             return self.function(*arguments, key=key)
         return self.function(*arguments, key) if self._by_position else self.function(*arguments)
@@ -372,12 +374,12 @@ class TracedFunction:
     def traced(self, *, without_key: bool = False) -> Iterator[None]:
         """Explain the errors that JAX raises for the function inside of the context.
 
-        ``without_key`` tells that the function is given None for its key, as in ``evaluate``.
+        ``without_key`` says that the function's key is None, as in ``evaluate``.
 
         Raises
         ------
         UnsupportedError
-            If the function does something that JAX cannot trace. The message names the line and the way out.
+            If the function does something that JAX cannot trace. The message names the line, and what to write instead.
         """
         try:
             yield
@@ -396,7 +398,7 @@ class TracedFunction:
 
 
 def _takes_key(function: Callable[..., Any], name: str, names: tuple[str, ...]) -> tuple[bool, bool]:
-    """Return whether a function takes a key by its name, and whether as its last positional argument."""
+    """Return whether a function takes a key as the keyword ``key``, and whether as its last positional argument."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -419,7 +421,7 @@ def _takes_key(function: Callable[..., Any], name: str, names: tuple[str, ...]) 
     )
 
 
-#: How far the losses of two halves may be from that of the whole, relative to their size, by bits of the parameters.
+#: Largest relative difference of the sum of two halves' losses from the whole's loss, by bits of the parameters.
 _APART = {16: 3e-2, 32: 1e-3, 64: 1e-8}
 _TERM = (
     "a term that does not depend on the samples, such as a penalty on the parameters: multiply it by len(x); or "
@@ -436,7 +438,7 @@ def sum_and_weight(loss: TracedFunction, returned: Any) -> tuple[Any, Any]:
     Raises
     ------
     LayoutError
-        If one of both is no real number.
+        If the sum or the weight is not one real number.
     """
     pair = isinstance(returned, tuple | list)
     if pair and len(returned) != 2:
@@ -454,7 +456,7 @@ def sum_and_weight(loss: TracedFunction, returned: Any) -> tuple[Any, Any]:
 
 
 def _no_number(value: Any, kinds: str) -> str | None:
-    """Return what ``value`` is, where it is no number of one of the ``kinds`` of dtypes; None where it is one."""
+    """Return a description of ``value``, or None if it is one number whose kind of dtype is in ``kinds``."""
     if not isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
         return "None" if value is None else f"a {type(value).__name__}"
     shape, dtype = jnp.shape(value), jnp.result_type(value)
@@ -463,27 +465,27 @@ def _no_number(value: Any, kinds: str) -> str | None:
     return None if dtype.kind in kinds or dtype == jnp.bfloat16 else f"a number of type {dtype}"
 
 
-#: How many grains are looked at: a loss of one may add up by chance, as where all its masks are full.
+#: How many grains are checked: the losses of one may add up by chance, as where all its masks are full.
 _MOST_GRAINS = 4
 
 
-#: The same for parameters of 32 bits that were converted to 64, of which a function may convert some back.
+#: Like _APART, for parameters of 32 bits that were converted to 64, of which the function may convert some back.
 _DOUBLED = 1e-6
 
 
 @dataclass
 class FirstGrains:
-    """Check a loss on its first grains, together and in two parts.
+    """Compare the loss of each of the first grains with the losses of two parts of the grain.
 
     Attributes
     ----------
     loss : TracedFunction
         The loss.
     value, computed : callable
-        ``value`` is the function that is compiled. It takes parameters, the trees of samples of a batch, and what makes
-        a key, if there is one; ``computed`` returns also its gradient, that of the first of these trees.
+        ``value`` is the function to be compiled. It takes the parameters, the pytrees of a batch, and the key data if
+        the loss takes a key. ``computed`` also returns the gradient with respect to the first argument.
     grains : int
-        How many were checked.
+        Number of grains that were checked.
     half_precision : bool
         Whether the loss computes in 16 bits.
     """
@@ -495,14 +497,14 @@ class FirstGrains:
     half_precision: bool = False
 
     def check(self, parameters: tuple[Any, ...], batch: tuple[Any, Any], key: tuple[Any, ...] = ()) -> None:
-        """Check a grain, and count it where that was possible; nothing once enough were checked.
+        """Check a grain and count it, if it can be cut into parts; do nothing once enough grains were checked.
 
         Raises
         ------
         UnsupportedError
             If two traces of the loss differ: it drew random numbers or used a variable that changes.
         LayoutError
-            If loss, weight or gradient are not the sums over the samples.
+            If the loss, the weight or the gradient is not a sum over the samples.
         """
         if self.grains >= _MOST_GRAINS:
             return
@@ -551,7 +553,7 @@ class FirstGrains:
             )
 
     def _check_gradients(self, results: list[_Result], samples: int, within: float, *, add: bool) -> None:
-        """Raise ``LayoutError`` if gradients of the parts do not ``add`` up, or as rows do not make, the whole one."""
+        """Raise ``LayoutError`` if the parts' gradients do not ``add`` up (or else concatenate) to the whole one."""
         full, first, second = (one.gradient for one in results)
         largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in full), default=0.0)
         for a, b, c in zip(full, first, second, strict=True):
@@ -567,7 +569,7 @@ class FirstGrains:
 
 
 def parts_of(tree: Any, samples: int) -> list[Any]:
-    """Return a tree of samples, and two parts of it: its halves; a single sample is taken beside a changed one."""
+    """Return a tree of samples and its two halves; to a single sample, a changed copy of it is first appended."""
     cut = jax.tree_util.tree_map
     if samples > 1:
         half = samples // 2
@@ -577,7 +579,7 @@ def parts_of(tree: Any, samples: int) -> list[Any]:
 
 
 class _Result(NamedTuple):
-    """Hold the loss of samples, its weight, and the arrays of its gradient."""
+    """Hold the loss of some samples, its weight, and the arrays of its gradient."""
 
     loss: float
     weight: float
@@ -600,14 +602,14 @@ def _doubled(tree: Any) -> Any:
 
 
 def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) -> bool:
-    """Check a block on its first samples; return whether it was possible.
+    """Check that a block computes each sample by itself; return whether the check is done.
 
     ``computed`` applies the block to samples ``x``.
 
     Raises
     ------
     LayoutError
-        If the output for parts of the samples is not a part of the output.
+        If the output for a part of the samples differs from this part of the output for all samples.
     """
     samples = count(x)
     if any(jnp.shape(leaf)[:1] != (samples,) for leaf in jax.tree_util.tree_leaves(x)):
@@ -644,7 +646,7 @@ def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) ->
 def check_traces(function: TracedFunction, value: Callable[..., Any], examples: tuple[Any, ...]) -> bool:
     """Raise ``UnsupportedError`` if two traces of ``value``, which calls ``function``, differ. Not collective.
 
-    Returns whether it computes in 16 bits.
+    Return whether ``value`` computes in 16 bits.
     """
 
     def traced() -> Any:
@@ -663,7 +665,7 @@ def check_traces(function: TracedFunction, value: Callable[..., Any], examples: 
 
 
 def _uses_half_precision(jaxpr: Any) -> bool:
-    """Tell whether numbers of 16 bits are among what is computed."""
+    """Tell whether a program computes floating-point numbers of 16 bits."""
     return any(f":{kind}[" in str(jaxpr) for kind in ("bf16", "f16"))
 
 

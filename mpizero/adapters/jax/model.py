@@ -47,32 +47,32 @@ class JaxModel:
         a key of ``jax.random`` in training, and None in ``evaluate``. The key depends on the seed, the step and the
         first sample of the grain, so it is the same on any number of ranks.
     predict : callable or None
-        ``predict(parameters, x)`` returns predictions, an array or a pytree of them. Not for a model of blocks, whose
-        prediction is the output of the last one.
+        ``predict(parameters, x)`` returns predictions, an array or a pytree of them. A model of blocks takes no
+        ``predict``: its prediction is the output of the last block.
     blocks : list or mapping, optional
         Makes a model of blocks, which ZeRO-3 gathers one by one and pipelines divide: pairs ``(init, apply)`` or
-        ``(parameters, apply)`` in the order in which they run, by name or named "0", "1", ... ``init(key)`` returns the
-        block's parameters, a pytree; ``apply(parameters, x[, key])`` returns its output, an array or a pytree of them.
-        The argument ``parameters`` is None then. It may also have the parameters of every block, where ``blocks`` has
-        only the functions. ``loss(prediction, y)`` takes the output of the last block, or is a loss of ``mpizero.nn``.
-        The name of a parameter begins with that of its block.
+        ``(parameters, apply)`` in the order in which they run, as a mapping by name or as a list, whose blocks are
+        named "0", "1", ... ``init(key)`` returns the block's parameters, a pytree; ``apply(parameters, x[, key])``
+        returns its output, an array or a pytree of them. The argument ``parameters`` is then None; or it has the
+        parameters of every block, and ``blocks`` has only the functions ``apply``. ``loss(prediction, y)`` takes the
+        output of the last block, or is a loss of ``mpizero.nn``. The name of a parameter begins with the name of its
+        block.
     seed : int
-        Seed of the keys, those of ``init``, too.
+        Seed of all keys, including those that are passed to ``init``.
     frozen : collection of str
         Names of the parameters that are not trained.
 
     Raises
     ------
     ConfigError
-        If a parameter is no array of floating point numbers, two have one name, 64 bits are given and JAX has 32, a
-        name in ``frozen`` is unknown, or a function cannot be called with these arguments.
+        If a parameter is no array of floating point numbers, two parameters have the same name, parameters have 64 bits
+        but JAX computes in 32, a name in ``frozen`` is unknown, or a function cannot be called with these arguments.
 
-    Notes
-    -----
-    ``x`` and ``y`` are arrays, or pytrees of them. Arrays wider than the parameters are converted to their precision.
-    On the first samples, loss and gradient are compared with those of two parts, and each function is traced twice: a
-    mean in place of a sum, samples that see each other, and random numbers of ``numpy.random`` raise an error.
-    Importing this package before JAX has computed anything gives XLA as many threads as ``OMP_NUM_THREADS`` says, or 1.
+    Notes ----- ``x`` and ``y`` are arrays, or pytrees of them. Arrays wider than the parameters are converted to the
+    parameters' precision. On the first samples, loss and gradient are compared with those for two parts of the samples,
+    and each function is traced twice: a mean in place of a sum, samples whose results depend on each other, and random
+    numbers of ``numpy.random`` raise an error. Importing this package before JAX has computed anything gives XLA as
+    many threads as ``OMP_NUM_THREADS`` says, or 1.
 
     Examples
     --------
@@ -101,7 +101,7 @@ class JaxModel:
         frozen: Collection[str] = (),
     ) -> None:
         self.seed = require("seed", seed, validation_seed)
-        #: Times the first passes; of a model of blocks none is timed.
+        #: Times the first passes; those of a model of blocks are not timed.
         self.times = PassTimes()
         if isinstance(frozen, str):
             raise ConfigError(f"JaxModel: frozen is a collection of names, got one string: give [{frozen!r}]")
@@ -115,7 +115,7 @@ class JaxModel:
     def _be_function(
         self, parameters: Any, loss: Callable[..., Any], predict: Callable[..., Any] | None, frozen: Collection[str]
     ) -> None:
-        """Set the attributes of a black box."""
+        """Set the attributes of a model whose loss is one function of all parameters."""
         tree, leaves = named_leaves(parameters, "JaxModel: parameters")
         arrays = dict(zip(tree.names, map(np.asarray, leaves), strict=True))
         require_precision({name: array.dtype for name, array in arrays.items()}, "JaxModel: parameters")
@@ -123,7 +123,7 @@ class JaxModel:
         dtype = real_type(next(iter(arrays.values())).dtype)
         self._compiled = CompiledLoss(function, tree, frozenset(frozen), dtype)
         self.times = self._compiled.times
-        #: Finds from what JAX lowers with how many samples a grain's fixed cost is small.
+        #: Computes from the lowered loss with how many samples a grain's fixed cost is small.
         self.efficient_samples = EfficientSamples(
             lambda x, y: _work(self._compiled.lowered(arrays, x, y)), sum(array.size for array in arrays.values())
         )
@@ -157,13 +157,13 @@ class JaxModel:
 
     @property
     def compilations(self) -> int:
-        """Number of times that the gradient was compiled: once for each number of samples, of blocks for each kind."""
+        """Number of compilations of the gradient: one per number of samples and, with blocks, per distinct block."""
         if not hasattr(self, "blocks"):
             return self._compiled.compilations
         return sum(each.compilations for each in {id(b.compiled): b.compiled for b in self.blocks.values()}.values())
 
     def set_sharding_config(self, config: Any) -> None:
-        """Raise ``ConfigError`` for a device, or if XLA computes with more threads than ``config.threads``.
+        """Raise ``ConfigError`` if ``config.device`` is not the CPU, or XLA has more threads than ``config.threads``.
 
         Not collective.
         """
@@ -175,7 +175,7 @@ class JaxModel:
         require_threads(config.threads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy with start values of its own, and the same compiled functions."""
+        """Return a copy that has its own start values, and shares the compiled functions."""
         twin: Any = copy(self)
         if not hasattr(self, "blocks"):
             twin.parameters = MappingProxyType(deepcopy(dict(twin.parameters), memo))
@@ -184,7 +184,7 @@ class JaxModel:
 
 
 class _Called:
-    """Call a method with the arguments of a black box, in the name of the user's function."""
+    """Call a method as :class:`FunctionModel` calls functions; error messages name the user's function."""
 
     def __init__(self, method: Callable[..., Any], function: TracedFunction) -> None:
         self._method = method
@@ -221,6 +221,6 @@ def _work_of_blocks(blocks: Mapping[str, JaxBlock], dtype: np.dtype[Any], x: Any
 
 
 def _work(lowered: Any) -> PassWork:
-    """Return the work of what JAX has lowered. The calls of its kernels take little: XLA joins them."""
+    """Return the operations and bytes of a lowered program. XLA fuses kernels, so their calls are not counted."""
     cost = lowered.cost_analysis()
     return PassWork(operations=int(cost.get("flops", 0)), bytes=int(cost.get("bytes accessed", 0)))
