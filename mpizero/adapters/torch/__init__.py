@@ -1,4 +1,4 @@
-"""Adapt PyTorch modules, so that every strategy can train them (extra ``torch``)."""
+"""Adapt PyTorch modules, so that every strategy can train them (``pip install mpizero[torch]``)."""
 
 from mpizero.adapters.torch.module import TorchModel
 

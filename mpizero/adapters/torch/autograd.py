@@ -1,4 +1,4 @@
-"""Work below PyTorch's autograd: pass arrays to it without copies, halve its backward pass, replace some functions.
+"""Extend PyTorch's autograd: share arrays with it, divide its backward pass into two halves, replace some functions.
 
 :func:`as_tensor` and :func:`as_array` share memory between NumPy or CuPy and PyTorch. :func:`input_half` and
 :func:`weight_half` are the two halves of a backward pass, for inputs and for weights, without computing anything twice.
@@ -6,11 +6,12 @@
 
 Source of the halves: Qi et al., Zero Bubble Pipeline Parallelism (2024), section 2. The nodes of autograd's graph on a
 path to an input run in the input half. Where such a node also leads to weights by another edge, the gradient of its
-outputs is kept. The weight half begins there: it computes the gradients of those edges alone, and follows them to the
-weights.
+outputs is kept. The weight half begins at such nodes: it computes the gradients of those edges alone, and follows them
+to the weights.
 
-Where such an edge can also be reached on a path to the input (a weight that a recurrent layer uses in each step),
-autograd cannot compute its part alone. The input half then computes all gradients, and the weight half hands them out.
+Where several nodes lead to the same such edge (as to a weight that a recurrent layer uses in each step), autograd
+cannot compute the contribution of one node alone. The input half then computes all gradients, and the weight half only
+returns those of the weights.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 
 class Placed(torch.nn.Parameter):  # type: ignore[misc]
-    """Share the memory of a parameter, and let autograd's count of changes see those made by way of ``.data``."""
+    """Share the memory of a parameter, and count in-place changes through ``.data`` in the tensor's version, too."""
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its graph."""
+        """The tensor, detached from the graph; in-place changes increase the version of both."""
         return self.detach()
 
     @data.setter
@@ -105,9 +106,9 @@ def gradient_leaves(tree: Any) -> list[torch.Tensor]:
 
 
 def gradients_like(tree: Any, gradients: Gradients) -> Any:
-    """Return the gradients of :func:`gradient_leaves` as a tree of arrays like ``tree``, which is one of arrays, too.
+    """Return ``gradients``, in the order of :func:`gradient_leaves`, as arrays in the structure of ``tree``.
 
-    A leaf that the loss does not depend on has zeros; one that cannot have a gradient, of integers, has None. Not
+    The gradient of a leaf that the loss does not depend on is zero; that of a leaf of integers or bools is None. Not
     collective.
     """
     left = iter(gradients)
@@ -126,7 +127,7 @@ Gradients = Sequence["torch.Tensor | None"]
 
 
 class Pass(NamedTuple):
-    """Hold the graph of one forward pass: the tensors at its ends."""
+    """Hold the tensors at the ends of one forward pass's autograd graph: outputs, inputs and weights."""
 
     outputs: Sequence[torch.Tensor]
     inputs: Sequence[torch.Tensor]
@@ -134,18 +135,18 @@ class Pass(NamedTuple):
 
 
 class PendingWeights(NamedTuple):
-    """Hold what the weight half needs.
+    """Hold the values that :func:`weight_half` needs from :func:`input_half`.
 
     Attributes
     ----------
     node_gradients : sequence
-        Nodes of the graph, and the gradients of their outputs, in the order of the pass.
+        Nodes of the graph, and the gradients of their outputs, in the order of the backward pass.
     edges : dict
-        The edges of each of these nodes that lead to weights only.
+        For each of these nodes, its edges that lead to weights only.
     roots : sequence
-        Edges where the pass begins and that lead to weights only, and their gradients.
+        Edges of the outputs that lead to weights only, and their gradients.
     weights : sequence or None
-        The gradients of the weights, where the graph cannot be divided.
+        The gradients of the weights, if the graph cannot be divided; otherwise None.
     """
 
     node_gradients: Sequence[tuple[Node, tuple[torch.Tensor | None, ...]]]
@@ -155,7 +156,7 @@ class PendingWeights(NamedTuple):
 
 
 class HalfTimes(NamedTuple):
-    """Hold the seconds of a backward pass, and those of its two halves, and whether both compute the same."""
+    """Hold the seconds of a backward pass and of its two halves, and whether both give equal gradients."""
 
     full: float
     inputs: float
@@ -164,14 +165,14 @@ class HalfTimes(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The time of both halves over that of the whole."""
+        """The time of both halves, divided by the time of the whole backward pass."""
         return (self.inputs + self.weights) / self.full
 
 
 def full_backward(graph: Pass, gradients: Sequence[torch.Tensor], *, keep: bool = False) -> tuple[Gradients, Gradients]:
-    """Return the gradients of inputs and weights, from those of the outputs. Not collective.
+    """Return the gradients of inputs and weights, given ``gradients`` of the outputs. Not collective.
 
-    ``keep`` says whether the graph is used again.
+    ``keep`` retains the graph for another pass.
     """
     ends = [*graph.inputs, *graph.weights]
     if not graph.outputs or not ends:
@@ -181,7 +182,7 @@ def full_backward(graph: Pass, gradients: Sequence[torch.Tensor], *, keep: bool 
 
 
 def input_half(graph: Pass, gradients: Sequence[torch.Tensor]) -> tuple[Gradients, PendingWeights]:
-    """Return the gradients of the inputs, and what :func:`weight_half` needs. Not collective."""
+    """Return the gradients of the inputs, and the values that :func:`weight_half` needs. Not collective."""
     to_input, to_weight, order = _paths(graph)
     edges = {
         node: tuple(edge for edge in _children(node) if edge.node in to_weight and edge.node not in to_input)
@@ -216,7 +217,7 @@ def input_half(graph: Pass, gradients: Sequence[torch.Tensor]) -> tuple[Gradient
 
 
 def weight_half(graph: Pass, pending: PendingWeights, *, keep: bool = False) -> Gradients:
-    """Return the gradients of the weights. Not collective. ``keep`` says whether the graph is used again."""
+    """Return the gradients of the weights. Not collective. ``keep`` retains the graph for another pass."""
     if pending.weights is not None:
         return pending.weights
     begun = list(pending.roots)
@@ -266,9 +267,10 @@ _run = getattr(torch.autograd.graph, "_engine_run_backward", None)
 def gradients_of(
     outputs: Sequence[Any], ends: Sequence[Any], gradients: Sequence[torch.Tensor], *, keep: bool = False
 ) -> Gradients:
-    """Return the gradients of ``ends``, given those of ``outputs``, as ``torch.autograd.grad`` does. Not collective.
+    """Return the gradients of ``ends``, given ``gradients`` of ``outputs``, as ``torch.autograd.grad``. Not collective.
 
-    The checks of that take as long as a small layer, and import SymPy, which takes a second.
+    The checks of ``torch.autograd.grad`` are omitted: they take as long as a small layer, and import SymPy, which takes
+    a second.
     """
     if _run is None:
         results: Gradients = torch.autograd.grad(outputs, ends, gradients, retain_graph=keep, allow_unused=True)
@@ -280,7 +282,7 @@ def gradients_of(
 def half_times(graph: Pass, gradients: Sequence[torch.Tensor]) -> HalfTimes:
     """Measure a backward pass, whole and in two halves. Not collective.
 
-    The times are those of this thread's processor, which other processes on the machine change little. The graph can be
+    The times are CPU times of this thread, on which other processes of the machine have little effect. The graph can be
     used afterwards.
     """
     begun = thread_time()
@@ -295,22 +297,22 @@ def half_times(graph: Pass, gradients: Sequence[torch.Tensor]) -> HalfTimes:
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[misc]
-    """See, in a ``with`` block, the kernels that PyTorch calls."""
+    """Intercept, in a ``with`` block, the kernels that PyTorch calls; subclasses define what happens then."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep PyTorch's compiler out of the calls only if it is imported, which takes as long as PyTorch itself."""
+        """Let PyTorch's compiler skip the calls only if it is imported: the import takes as long as PyTorch's own."""
         return "torch._dynamo" in sys.modules
 
 
 class MpizeroKernels(TorchFunctionMode):  # type: ignore[misc]
-    """Compute the functions for which mpizero has kernels by these kernels, in calls of the current thread.
+    """Compute functions of PyTorch by mpizero's kernels, where there are any, in calls of the current thread.
 
-    A mode of PyTorch sees the calls of functions while a module runs. GELU in its tanh form, SiLU, and causal attention
-    without mask and dropout, unless it is small, are computed by the kernels of :mod:`mpizero.nn`'s layers, where
-    tensors are float32 or float64 on the host; all other calls run as they are. A gradient whose own gradient is asked
-    for (``create_graph=True``), and tensors inside ``torch.func``'s transforms and forward-mode derivatives, are
-    computed by PyTorch.
+    As a mode of PyTorch, it intercepts the calls of functions while a module runs. GELU in its tanh form, SiLU, and
+    causal attention without mask and dropout, unless it is small, are computed by the kernels of :mod:`mpizero.nn`'s
+    layers, where tensors are float32 or float64 on the host; all other calls run as they are. PyTorch itself computes
+    gradients that are to be differentiated again (``create_graph=True``), and functions inside ``torch.func``'s
+    transforms and forward-mode derivatives.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -357,7 +359,7 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Tell whether a kernel can read a tensor: numbers of the host, outside of PyTorch's transforms."""
+    """Tell whether a kernel can read a tensor: dense float32 or float64 on the host, and not in a transform."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
@@ -381,7 +383,7 @@ class _Elementwise(Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str, function: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Return the function of ``x``."""
+        """Return the function's values at ``x``."""
         ctx.save_for_backward(x)
         ctx.name, ctx.function = name, function
         x = x.contiguous()
@@ -391,7 +393,7 @@ class _Elementwise(Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """Return ``dy`` times the derivative."""
+        """Return ``dy``, the gradient of the output, times the derivative."""
         (x,), (dy,) = ctx.saved_tensors, grad_outputs
         if torch.is_grad_enabled():
             return *_again(ctx.function, (x,), dy), None, None

@@ -1,12 +1,13 @@
 """Run submodules of PyTorch as layers, and describe their parameters and buffers as mpizero stores them.
 
-:class:`Describer` describes what the blocks of a module hold. A :class:`TorchBlock` is one of them: autograd computes
-both halves of its backward pass. :class:`SavedParameters` keeps the memory of parameters out of what autograd saves.
+:class:`Describer` describes the parameters and buffers of a module's blocks. A :class:`TorchBlock` runs one block:
+autograd computes both halves of its backward pass. :class:`SavedParameters` keeps autograd from saving the memory of
+parameters.
 
 With ZeRO-3 on several nodes the parameters of a block are gathered for its forward pass, freed, and gathered again for
 its backward pass; in the meantime their memory holds other parameters. Autograd saves weights for the backward pass,
-and does not notice that NumPy has overwritten them. So what it saves of a parameter is replaced by the parameter's
-number and the place in it, and read from the newly gathered parameters.
+and does not notice that NumPy has overwritten them. So a saved tensor that lies in a parameter is replaced by the
+parameter's number and the offset in it, and later read from the newly gathered parameters.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from mpizero.types import EVALUATE, INTEGER_DTYPES, IntegerSpec, ParameterSpec, 
 
 
 class _SavedTensor(NamedTuple):
-    """Hold a tensor that autograd saves, and its version then."""
+    """Hold a tensor that autograd saves, and its version at that time."""
 
     tensor: torch.Tensor
     version: int
@@ -66,12 +67,12 @@ class _ParameterView(NamedTuple):
 
 
 class SavedParameters:
-    """Replace saved tensors that lie in parameters by their places, and find them in the present parameters.
+    """Replace saved tensors that lie in parameters by their offsets, and read them from newly gathered parameters.
 
     Attributes
     ----------
     tensors : sequence of torch.Tensor
-        The parameters as they are gathered now; to be replaced before the backward pass.
+        The parameters that are gathered now; the caller sets those of the backward pass before it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -89,12 +90,12 @@ class SavedParameters:
         return _ParameterView(number, offset, tensor.shape, tensor.stride())
 
     def parameter_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the parameter in whose memory a tensor begins, None if in none. Not collective."""
+        """Return the number of the parameter in whose memory a tensor begins, or None. Not collective."""
         address = tensor.data_ptr()
         return next((i for i, (start, stop) in enumerate(self._ranges) if start <= address < stop), None)
 
     def unpack(self, saved: Any) -> torch.Tensor:
-        """Return the tensor that :meth:`pack` was given, with the present values. Not collective."""
+        """Return the tensor that :meth:`pack` was given, with the parameters' present values. Not collective."""
         if isinstance(saved, _SavedTensor):
             if saved.tensor._version != saved.version:
                 raise RuntimeError(
@@ -116,7 +117,7 @@ class Describer:
     dtype : numpy dtype
         The dtype of its parameters.
     frozen, unused, averaged : collection of str
-        Names and patterns of the user; see :class:`~mpizero.adapters.torch.TorchModel`.
+        Names and patterns that the user gave; see :class:`~mpizero.adapters.torch.TorchModel`.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Describer:
         self._stored: list[ModuleTensor] = []
 
     def describe(self, block: str, module: torch.nn.Module) -> BlockTensors:
-        """Return what the module of a block holds. Not collective."""
+        """Return descriptions of the parameters and buffers of a block's module. Not collective."""
         parameters = module_tensors(module, "_parameters")
         stored, specs = list(parameters.values()), []
         for identity, one in parameters.items():
@@ -170,7 +171,7 @@ class Describer:
         return BlockTensors(tuple(stored), tuple(specs), tuple(integers), tuple(numbers), tuple(others), names, unused)
 
     def _refusal(self, averaged: bool, saved: bool, dtype: str, home: str, block: str) -> str | None:
-        """Return why a buffer cannot be stored as the module would have it, None if it can."""
+        """Return the reason, for an error message, why a buffer cannot be stored; None if it can."""
         if averaged and home != block:
             return (
                 f"is in block {home!r}, too: each block would have a statistic of its own; put both uses into one "
@@ -197,32 +198,32 @@ class Describer:
 
 
 def chosen_names(names: list[str], where: str, patterns: Collection[str], what: str = "parameter") -> frozenset[str]:
-    """Return those of some names that the patterns of an argument choose; an error for a pattern that fits none."""
+    """Return those of ``names`` that match ``patterns``; raise ``ConfigError`` for a pattern that matches none."""
     where = f"TorchModel: {where}"
     return frozenset(selected(names, where, as_patterns(where, patterns), what))
 
 
 @dataclass
 class _Recorded:
-    """Hold what the forward pass keeps for the backward pass.
+    """Hold the values that a forward pass keeps for the backward pass.
 
     Attributes
     ----------
     x, run
-        Its input. Of an evaluation, and of a recomputed block, only this is kept, and the backward pass begins with a
-        forward pass.
+        Input of the forward pass. After an evaluation, and for a recomputed block, only ``x`` and ``run`` are kept, and
+        the backward pass begins with a forward pass.
     graph : Pass or None
         Autograd's graph.
     paths : tuple of str
-        The names of the graph's outputs within the output's tree.
+        The paths of the graph's outputs in the tree of the module's output.
     passed : Passed or None
-        The results of the pass.
+        The results of the forward pass.
     saved : SavedParameters or None
-        Finds parameters that have been gathered again.
+        Reads saved tensors from parameters that have been gathered again.
     first : bool
-        Whether it is the first pass, in which the module was given copies of the parameters.
+        Whether this was the module's first pass, which gets copies of the parameters.
     seconds : float
-        How long it took.
+        Duration of the forward pass.
     """
 
     x: Any
@@ -235,8 +236,8 @@ class _Recorded:
     seconds: float = 0.0
 
 
-#: Largest time of both halves of a backward pass over that of the whole of which nothing is said, the seconds by which
-#: both must exceed it, and the number of passes that are measured.
+#: Smallest ratio of the time of both halves of a backward pass to that of the whole that leads to a notice, the seconds
+#: by which both must exceed the whole, and the number of passes that are measured.
 MOST_OF_HALVES, LEAST_EXCESS, MEASURED = 1.15, 5e-3, 5
 
 
@@ -249,11 +250,11 @@ class TorchBlock(Layer):
     call : ModuleCall
         Calls the module with the parameters that the layer is given.
     original_forward : OriginalForward or None
-        Of the first block: compares the blocks with the whole module.
+        Compares the blocks with the whole module; None for all but the first block.
     recomputed : bool
         Whether the backward pass computes the activations again.
     times : PassTimes
-        Times the first passes; all blocks of a model have one.
+        Times the first passes; all blocks of a model share it.
     """
 
     call: ModuleCall
@@ -266,21 +267,21 @@ class TorchBlock(Layer):
 
     @property
     def fingerprint(self) -> Any:
-        """Parts of the block that ranks compare."""
+        """Parts of the block that must be equal on all ranks."""
         call = self.call
         buffers = {one.name: one.now.cpu() for one in call.tensors.others}
         return {"module": call.module, "specs": call.tensors.specs, "number": call.number, "buffers": buffers}
 
     def own_integers(self) -> tuple[IntegerSpec, ...]:
-        """Describe the buffers of whole numbers that ``state_dict()`` has. Not collective."""
+        """Return the descriptions of the integer buffers in ``state_dict()``. Not collective."""
         return self.call.tensors.integer_specs
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Describe the parameters of the module, with their names in ``state_dict()``. Not collective."""
+        """Return the descriptions of the module's parameters, with their names in ``state_dict()``. Not collective."""
         return self.call.tensors.specs
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
-        """Return the module's output for ``x``, and the graph of the pass, or only ``x``, from which it is recomputed.
+        """Return the output for ``x``, and a cache: autograd's graph, or only ``x`` if the pass is to be recomputed.
 
         Not collective.
         """
@@ -335,14 +336,14 @@ class TorchBlock(Layer):
         return dx
 
     def _pass_one(self, params: Params, cache: _Recorded, dy: Any) -> None:
-        """Make a pass of the first sample alone, which has no effect."""
+        """Run a forward and backward pass of the first sample alone, to time it; drop the results."""
         x, dy = (map_leaves(lambda leaf: _first_of(leaf, cache.run.count), tree) for tree in (cache.x, dy))
         graph, gradients = self._graph(params, _Recorded(x, replace(cache.run, count=0)), dy)
         with torch_pass(self.call.settings), self.call.placed(params):
             full_backward(graph, gradients)
 
     def backward_input(self, params: Params, cache: Any, dy: Any) -> tuple[Any, Any]:
-        """Return the gradient of the input, or None, and what :meth:`backward_weights` needs. Not collective."""
+        """Return the gradient of the input, or None, and the values for :meth:`backward_weights`. Not collective."""
         graph, gradients = self._graph(params, cache, dy)
         with torch_pass(self.call.settings), self.call.placed(params):
             self._check_rereads(graph, gradients, cache)
@@ -382,14 +383,14 @@ class TorchBlock(Layer):
 
     @property
     def _undivided(self) -> bool:
-        """Tell whether a pass must not be divided: its halves have computed something else than the whole."""
+        """Tell whether the backward pass must run as a whole, because its halves have given other gradients."""
         return bool(self._halves) and not self._halves[-1].equal
 
     def _look_at_halves(self, graph: Pass, gradients: Sequence[torch.Tensor], run: Run) -> None:
-        """Measure the first backward passes of a training, and say if their halves take much longer than the whole.
+        """Measure the first backward passes in training; print a notice if halves take much longer than the whole.
 
-        If the halves do not compute the same as the whole, the pass is not divided from then on. A clock decides
-        nothing: a busy machine would.
+        If the halves do not give the gradients of the whole, the pass is not divided from then on. Measured times only
+        lead to a notice, because they depend on the load of the machine.
         """
         measured = self._halves
         if not run.count or self._undivided or len(measured) == MEASURED or not graph.outputs or not graph.weights:
@@ -418,12 +419,12 @@ class TorchBlock(Layer):
         return cache.graph._replace(outputs=[t for t, _ in used]), [as_tensor(gradient) for _, gradient in used]
 
     def _input_gradient(self, cache: _Recorded, gradients: Gradients) -> Any:
-        """Return the gradients of the input as a tree like the input; None of samples, which need none."""
+        """Return the gradients of the input as a tree like the input; None in block 0, whose input are samples."""
         return gradients_like(cache.x, gradients) if self.call.number else None
 
 
 def _first_of(array: Any, count: int) -> Any:
-    """Return the first of ``count`` samples, as an array of one."""
+    """Return an array of the first sample, from an array of ``count`` samples."""
     if len(array) != count:
         raise LayoutError(f"an array of shape {array.shape} has not {count} samples on its first axis")
     return array[:1]

@@ -1,16 +1,16 @@
-"""Call a module of PyTorch with other tensors in the places of its own, under settings of the pass.
+"""Call a PyTorch module with other tensors in place of its parameters and buffers, under the settings of a pass.
 
-:class:`BlockTensors` holds what a block's module holds; :func:`swapped_in` puts other tensors there. :func:`torch_pass`
-sets PyTorch's settings of the process for one pass through a module, and restores them afterwards. :func:`called` calls
-a module with the input of a block, and says in plain words what PyTorch refuses.
+:class:`BlockTensors` describes the parameters and buffers of a block's module; :func:`swapped_in` replaces them for a
+while. :func:`torch_pass` sets PyTorch's settings of the process for one pass through a module, and restores them
+afterwards. :func:`called` calls a module with the input of a block, and explains some of PyTorch's errors.
 
-[Note: bits of PyTorch] A result must not depend on the rank that computes it. Random numbers are drawn from a seed of
-their own (:mod:`mpizero.adapters.user_code`). The number of threads is the configuration's. PyTorch is asked for
-deterministic algorithms. The products of Intel's MKL round differently for arrays of different alignment, and a
-parameter lies at another address in every layout; ``MKL_CBWR=AUTO`` makes MKL round in one way. It costs no measurable
-time (docs/bring_your_model.md), but MKL reads it only once, before its first product. On a GPU, PyTorch refuses
-products while deterministic algorithms are asked for, unless ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS memory of its
-own.
+[Note: bits of PyTorch] A result must not depend on the rank that computes it. Random numbers are drawn from seeds that
+do not depend on the rank (:mod:`mpizero.adapters.user_code`). The configuration sets the number of threads. PyTorch is
+asked for deterministic algorithms. The products of Intel's MKL round differently for arrays of different alignment, and
+the address of a parameter depends on the layout; with ``MKL_CBWR=AUTO``, MKL rounds equally for every alignment. This
+costs no measurable time (docs/bring_your_model.md), but MKL reads the variable only once, before its first product. On
+a GPU, PyTorch refuses products under deterministic algorithms, unless ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS a
+workspace.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class ModuleTensor:
     Attributes
     ----------
     name : str
-        Its first name in ``module.state_dict()``.
+        The first name of the tensor in ``module.state_dict()``.
     shape : tuple of int
-        Its shape.
+        Shape of the tensor.
     trainable : bool
-        Whether it is a parameter that is trained.
+        Whether the tensor is a parameter that is trained.
     locations : tuple of Location
-        Every place in which the module holds it.
+        All entries of the module's dictionaries that hold the tensor; a tied parameter has several.
     """
 
     name: str
@@ -62,14 +62,14 @@ class ModuleTensor:
 
     @property
     def now(self) -> torch.Tensor:
-        """The tensor that is in the first of the locations."""
+        """The tensor that the first of the locations holds now."""
         owner, key = self.locations[0]
         return owner[key]
 
 
 @dataclass(frozen=True)
 class BlockTensors:
-    """Hold what a block's module holds, and how mpizero stores it.
+    """Describe the parameters and buffers of a block's module, and how mpizero stores them.
 
     Attributes
     ----------
@@ -77,17 +77,17 @@ class BlockTensors:
         The parameters, and the buffers that are stored like parameters: statistics, which are averaged, and constants,
         which are frozen.
     specs : tuple of ParameterSpec
-        Their descriptions, in the same order, with names relative to the block.
+        Descriptions of ``stored``, in the same order, with names relative to the block.
     integers : tuple of ModuleTensor
         Buffers of whole numbers, such as counters of batches.
     integer_specs : tuple of IntegerSpec
-        Their descriptions, in the same order.
+        Descriptions of ``integers``, in the same order.
     others : tuple of ModuleTensor
         The other buffers, which stay in the module; no forward pass may change them.
     parameters : frozenset of str
         Names of those in ``stored`` that are parameters of the module, not buffers.
     unused : frozenset of str
-        Names of parameters that need no gradient in every forward pass.
+        Names of parameters on which the loss may not depend in some passes.
     """
 
     stored: tuple[ModuleTensor, ...]
@@ -99,7 +99,7 @@ class BlockTensors:
     unused: frozenset[str] = frozenset()
 
     def with_frozen(self, block: str, names: Collection[str]) -> BlockTensors:
-        """Return the same, with parameters that have one of these global names, or are tied to one, not trained."""
+        """Return a copy in which the parameters with these global names, and those tied to them, are not trained."""
         specs = (
             replace(spec, trainable=spec.trainable and (spec.tied or joined(block, spec.name)) not in names)
             for spec in self.specs
@@ -108,7 +108,7 @@ class BlockTensors:
 
 
 def without_values(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a module whose parameters have no memory; buffers are copied. Not collective."""
+    """Return a copy of a module whose parameters are on the meta device; buffers are copied. Not collective."""
     empty = {
         id(p): torch.nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
@@ -129,7 +129,7 @@ def without_values(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def module_tensors(module: torch.nn.Module, kind: Literal["_parameters", "_buffers"]) -> dict[int, ModuleTensor]:
-    """Return what a module holds by the identity of the tensor, in the order of ``state_dict()``. Not collective."""
+    """Return a module's parameters or buffers by ``id`` of the tensor, in ``state_dict()`` order. Not collective."""
     locations: dict[int, list[Location]] = {}
     names: dict[int, tuple[str, torch.Tensor]] = {}
     for path, inner in module.named_modules(remove_duplicate=False):
@@ -185,9 +185,9 @@ def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
 
 
 def begin_training(module: torch.nn.Module) -> None:
-    """Call each ``train()`` of the user's own, which may keep submodules in evaluation mode. Not collective.
+    """Call each ``train()`` that the user overrides, which may keep submodules in evaluation mode. Not collective.
 
-    What is in evaluation mode already stays so.
+    Submodules that are in evaluation mode stay in it.
     """
     modes = [(inner, inner.training) for inner in module.modules()]
     for inner, was in modes:
@@ -198,7 +198,7 @@ def begin_training(module: torch.nn.Module) -> None:
 
 
 def running_statistics(module: torch.nn.Module) -> set[int]:
-    """Return the identities of the buffers that are running statistics of norms. Not collective."""
+    """Return the ``id`` of each buffer that is a running statistic of a norm. Not collective."""
     kind = torch.nn.modules.batchnorm._NormBase
     norms = (inner for inner in module.modules() if isinstance(inner, kind) and inner.training)
     buffers = (buffer for norm in norms for buffer in norm._buffers.values())
@@ -207,9 +207,9 @@ def running_statistics(module: torch.nn.Module) -> set[int]:
 
 @contextmanager
 def swapped_in(targets: Sequence[ModuleTensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put tensors in the places of a module's parameters and buffers, and afterwards what was there before.
+    """Replace ``targets``, parameters and buffers of a module, by ``tensors`` while the context is active.
 
-    Not collective. Only one thread may do so at a time.
+    Not collective. Only one thread at a time may be in such a context.
     """
     before = [[owner[owner_key] for owner, owner_key in one.locations] for one in targets]
     try:
@@ -224,7 +224,7 @@ def swapped_in(targets: Sequence[ModuleTensor], tensors: Sequence[torch.Tensor])
 
 
 def bring(targets: Sequence[ModuleTensor], device: torch.device) -> None:
-    """Move tensors that a module holds to a device, in every place, if they are not there. Not collective."""
+    """Move tensors of a module to ``device``, in all their locations, if they are on another one. Not collective."""
     for one in targets:
         if one.now.device != device:
             moved = one.now.to(device)
@@ -289,16 +289,16 @@ class TorchSettings:
     Attributes
     ----------
     threads : int or None
-        The number of threads; None for that which PyTorch has.
+        Number of PyTorch's threads; None leaves it unchanged.
     mpizero_kernels : bool
-        Whether mpizero's kernels compute the functions that they know.
+        Whether mpizero's kernels compute the functions of :class:`MpizeroKernels`.
     """
 
     threads: int | None = None
     mpizero_kernels: bool = False
 
     def functions(self) -> AbstractContextManager[Any]:
-        """Return a context in which the kernels are used; it takes a moment of every call of PyTorch."""
+        """Return a context that uses mpizero's kernels if set; in it, every call of PyTorch takes a little longer."""
         return MpizeroKernels() if self.mpizero_kernels else nullcontext()
 
 
@@ -312,7 +312,7 @@ _deterministic = getattr(torch._C, "_set_deterministic_algorithms", torch.use_de
 
 @contextmanager
 def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[None]:
-    """Let this thread alone use PyTorch, with the settings of a pass and, if given, with a seed; restore them after.
+    """Let this thread alone use PyTorch, with ``settings`` and, if given, ``seed``; restore the former ones at the end.
 
     Not collective.
     """
@@ -354,7 +354,7 @@ def random_state() -> list[torch.Tensor]:
 
 
 def set_random_state(state: list[torch.Tensor]) -> None:
-    """Give the generators that modules draw from the states that :func:`random_state` returned. Not collective."""
+    """Restore states of random generators that :func:`random_state` has returned. Not collective."""
     for generator, before in zip(_generators(), state, strict=False):  # the GPU's may be new
         generator.set_state(before)
 
@@ -365,7 +365,7 @@ def drawn_since(state: list[torch.Tensor]) -> bool:
 
 
 def check_contexts() -> None:
-    """Raise :class:`ConfigError` where the program has put a context of PyTorch around a pass that would change it."""
+    """Raise :class:`ConfigError` inside ``torch.inference_mode`` or ``torch.autocast``, which would change a pass."""
     if torch.is_inference_mode_enabled():
         raise ConfigError(
             "TorchModel is used inside of torch.inference_mode(), in which nothing can be trained: leave it out; "
@@ -434,7 +434,8 @@ def called(module: torch.nn.Module, x: Any) -> Any:
     Raises
     ------
     DataError
-        Where PyTorch says in words of its own that samples are of another dtype, or too few for a batch norm.
+        If PyTorch raises an error that mpizero can explain, such as for samples of another dtype, or too few for a
+        batch norm.
     """
     args, named = arguments_of(x)
     try:
@@ -451,7 +452,7 @@ UNDIFFERENTIATED = ("does not require grad", "not have been used in the graph")
 
 
 def _in_words(error: Exception, module: torch.nn.Module, x: Any) -> str | None:
-    """Return what an error of PyTorch means and how to avoid it, if that is known."""
+    """Return what an error of PyTorch means and how to avoid it, or None if that is unknown."""
     tensors = [leaf for leaf in leaves_of(x) if isinstance(leaf, torch.Tensor)]
     if isinstance(error, TypeError):
         return _of_arguments(str(error), module, x)
@@ -474,7 +475,7 @@ def _in_words(error: Exception, module: torch.nn.Module, x: Any) -> str | None:
 
 
 def _of_arguments(message: str, module: torch.nn.Module, x: Any) -> str | None:
-    """Return what becomes of an input whose arguments the module does not take."""
+    """Return a message about how an input becomes arguments, if ``forward`` does not take these; otherwise None."""
     if not message.startswith(f"{type(module).__qualname__}.forward() "):
         return None
     if isinstance(x, tuple):
@@ -485,7 +486,7 @@ def _of_arguments(message: str, module: torch.nn.Module, x: Any) -> str | None:
 
 
 def arguments_of(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that an input becomes: a tuple several, a dictionary keyword arguments. Not collective."""
+    """Return the arguments for an input: several for a tuple, keywords for a dictionary, else one. Not collective."""
     if isinstance(x, tuple):
         return x, {}
     return ((), dict(x)) if isinstance(x, Mapping) else ((x,), {})

@@ -1,14 +1,15 @@
-"""Run the first passes of a module and of a loss several times, and name what depends on ranks or on grains.
+"""Run the first passes of a module and of a loss several times, to find results that depend on ranks or grains.
 
-:class:`FirstPass` looks at a block's module, of which it runs copies that leave no trace (:class:`ModuleCopy`), and
-:class:`FirstLoss` at a loss, which it calls twice on its first samples, and on parts of them. Both compute with samples
-together and in two parts (:class:`InParts`), which a :class:`Trial` follows through the blocks, and compare what must
-not depend on how samples form grains.
+:class:`FirstPass` checks a block's module by passes of copies, without side effects (:class:`ModuleCopy`);
+:class:`FirstLoss` checks a loss, which it calls twice on its first samples. Both also compute the samples together and
+in two parts (:class:`InParts`), which a :class:`Trial` passes from block to block, and compare results that must not
+depend on how samples are divided into grains.
 
-[Note: first passes] Copies of the module run before it does. One runs on other samples and then on the given ones, one
-on the given ones alone. Outputs, gradients, statistics and all that the copies keep must be the same then: a pass on a
-module that was used before does what a fresh one does. And a pass for all samples must be the passes for two parts of
-them, but for what random numbers and statistics of a grain change: in evaluation mode, where the module has any.
+[Note: first passes] Before the first pass of a module, two copies of it run: one on other samples and then on the given
+samples, the other on the given samples alone. Outputs, gradients, statistics and all state of the copies must then be
+equal, because a module that was used must compute what a fresh one computes. And a pass for all samples must give the
+results of the passes for two parts of them. A module that draws random numbers or has averaged statistics, which depend
+on the grain, is compared in evaluation mode.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from mpizero.errors import LayoutError
 
 
 class InParts(NamedTuple):
-    """Hold trees of tensors of some samples: of all of them, and of two parts."""
+    """Hold three trees of tensors: of some samples together, and of two parts of these samples."""
 
     full: Any
     first: Any
@@ -53,9 +54,9 @@ class InParts(NamedTuple):
 
 
 def parts_of(tree: Any, count: int, *, changed: bool = True) -> InParts | None:
-    """Return a tree of ``count`` samples and its halves; None if a tensor has not its samples on the first axis.
+    """Return a tree of ``count`` samples and its halves; None if a tensor's first axis is not that of the samples.
 
-    One sample is taken twice; the second time with half of its numbers, unless ``changed`` is False.
+    A single sample is doubled: the second half is a copy, whose numbers are halved unless ``changed`` is False.
     """
     leaves = leaves_of(tree)
     if not leaves or any(not isinstance(leaf, torch.Tensor) or leaf.shape[:1] != (count,) for leaf in leaves):
@@ -68,18 +69,18 @@ def parts_of(tree: Any, count: int, *, changed: bool = True) -> InParts | None:
 
 
 def other_samples(tensor: torch.Tensor) -> torch.Tensor:
-    """Return other samples of the same kind: half of the numbers; whole numbers stay, which may be indices."""
+    """Return different samples of the same shape: halve floating-point numbers; keep integers, which may be indices."""
     return tensor * 0.5 if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def in_double(tensor: torch.Tensor) -> torch.Tensor:
-    """Return floating-point numbers of 32 bits, real or complex, in double precision, and other numbers as they are."""
+    """Return a float32 or complex64 tensor in double precision, and any other tensor as it is."""
     kinds = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     return tensor.to(kinds.get(tensor.dtype, tensor.dtype))
 
 
 def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
-    """Return the axis on which the two parts of a tensor add up to the whole; None if there is not just one."""
+    """Return the axis on which the lengths of both parts add up to that of the whole; None if others differ, too."""
     full, first, second = (tuple(leaf.shape) for leaf in leaves)
     if not len(full) == len(first) == len(second):
         return None
@@ -90,7 +91,7 @@ def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
 
 
 def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
-    """Return the tensors of a tree that have an axis of samples: their number, the axis, the whole and its parts."""
+    """Return (index, axis, [whole, part, part]) for each leaf of a tree whose shapes tell the axis of samples."""
     trees = [leaves_of(tree) for tree in parts]
     if len({len(leaves) for leaves in trees}) > 1:
         return []
@@ -102,10 +103,11 @@ def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
 
 
 def recut(parts: InParts) -> InParts:
-    """Return the same tree with parts that are cut from the whole, where floating-point numbers are samples' own.
+    """Return ``parts`` with the floating-point tensors of both parts cut from the whole along the axis of samples.
 
-    A module rounds samples differently when they are fewer. What follows may enlarge that, as the small difference of a
-    prediction and its target does; so what follows is given the same numbers, once they have been compared.
+    A module rounds samples differently when they are fewer. Later blocks and the loss may amplify such rounding errors,
+    as a small difference of prediction and target does. So they get equal numbers, once the results of this block have
+    been compared.
     """
     cuts: list[dict[int, torch.Tensor]] = [{}, {}]
     for number, axis, (full, first, _) in aligned(parts):
@@ -121,16 +123,17 @@ def recut(parts: InParts) -> InParts:
     return InParts(parts.full, replaced(parts.first, cuts[0]), replaced(parts.second, cuts[1]))
 
 
-#: How far results may be apart that differ by rounding alone, relative to their size, by the type of the elements.
+#: Largest relative difference of results that counts as rounding, by the dtype of the elements.
 _APART = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
-#: The same, of what was computed in 16 bits.
+#: The same for results that were computed in 16 bits.
 _HALF = 3e-2
 
 
 def apart(full: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_precision: bool = False) -> float | None:
-    """Return by how much of their size two tensors differ; None if it is rounding, or if one is not finite.
+    """Return the relative difference of two tensors; None if it may be due to rounding, or one is not finite.
 
-    ``least`` is a size below which nothing counts as large; ``half_precision`` says whether 16 bits were computed with.
+    The difference is divided by the largest magnitude, but at least by ``least``. ``half_precision`` says whether the
+    tensors were computed in 16 bits.
     """
     if not full.numel() or not (torch.isfinite(full).all() and torch.isfinite(other).all()):
         return None
@@ -141,7 +144,7 @@ def apart(full: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_p
 
 @dataclass
 class _Chain:
-    """Hold the input of the next block for all samples and for their parts, and what the last block returned."""
+    """Hold the input of the next block for all samples and for their parts, and the output of the last block."""
 
     next: int = 0
     count: int = 0
@@ -153,18 +156,19 @@ class _Chain:
 class Trial:
     """Run the first samples through the blocks of a model and its loss, all at once and in two halves, to compare both.
 
-    Each thread that is a rank runs its own samples. ``done`` is also True where they are not to be compared.
+    Each rank that is a thread runs its own samples. ``done`` is True once results were compared, or if they need not
+    be.
     """
 
     done: bool = False
     _chains: dict[int, _Chain] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a trial of its own for a copy of a model."""
+        """Return a new trial for a copy of a model."""
         return type(self)(self.done)
 
     def input(self, number: int, x: Any, count: int) -> InParts | None:
-        """Return the input of block ``number`` in parts; where the block before was not seen, cut from ``x``."""
+        """Return the input of block ``number`` in parts: the previous block's output or, if unknown, parts of ``x``."""
         chain = self._chains.get(threading.get_ident())
         if number and chain is not None and chain.next == number:
             return chain.parts
@@ -172,20 +176,20 @@ class Trial:
         return parts_of(x, count)
 
     def output(self, number: int, parts: InParts | None) -> None:
-        """Take the output of block ``number`` for the block after it; None if there is none."""
+        """Store the output of block ``number``, in parts or None if unknown, as the input of the next block."""
         chain = self._chains[threading.get_ident()]
         chain.next, chain.parts = number + 1, parts
 
     def returned(self, number: int, output: Any) -> None:
-        """Note what block ``number`` returned for the samples: the loss is given that of the last one."""
+        """Store what block ``number`` returned for all samples: that of the last block is the loss's prediction."""
         chain = self._chains.get(threading.get_ident())
         if chain is not None and chain.next == number + 1:
             chain.end = output
 
     def prediction(self, raw: Any, tensors: Any, count: int) -> list[tuple[InParts, int]]:
-        """Return the prediction ``raw`` that a loss takes in parts, and the number of samples, in one or two ways.
+        """Return in up to two ways the prediction ``raw`` of a loss in parts, each with the number of samples.
 
-        First that which the blocks have computed in parts, then ``tensors``, the prediction itself, cut.
+        First come the parts that the blocks have computed, then ``tensors``, the prediction itself, cut into parts.
         """
         chain = self._chains.pop(threading.get_ident(), None)
         ways = []
@@ -197,14 +201,14 @@ class Trial:
 
 
 class CopyGraph(NamedTuple):
-    """Hold what a pass has computed.
+    """Hold the results of a pass of a :class:`ModuleCopy`.
 
     Attributes
     ----------
     output : object
         What the module returned.
     ends : dict
-        The tensors whose gradients are wanted, of parameters and input by name.
+        The tensors of parameters and input whose gradients are computed, by name.
     buffers : dict
         New values of buffers by name.
     changes_input : bool
@@ -224,12 +228,12 @@ class CopyGraph(NamedTuple):
 
 
 class _Kinds(TorchFunctionMode):  # type: ignore[misc]
-    """Note whether a function returns numbers of 16 bits."""
+    """Note whether any function of PyTorch returns floating-point numbers of 16 bits."""
 
     half_precision = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call one function."""
+        """Call one function, and note the dtype of its result."""
         result = func(*args, **(kwargs or {}))
         self.half_precision |= isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16)
         return result
@@ -237,7 +241,7 @@ class _Kinds(TorchFunctionMode):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class ModuleCopy:
-    """Hold a copy of a block's module, and run passes of it that leave no trace."""
+    """Hold a copy of a block's module, and run its passes without effects on the original."""
 
     module: torch.nn.Module
     tensors: BlockTensors
@@ -247,7 +251,7 @@ class ModuleCopy:
     numbers: Sequence[torch.Tensor]
 
     def run(self, x: Any, *, training: bool, gradients: bool, of_input: bool) -> CopyGraph:
-        """Run the module on ``x``, with copies of everything that it is given."""
+        """Run the module with copies of ``x``, parameters and buffers."""
         for module, was in self.modes:
             module.training = was and training
         block = self.tensors
@@ -272,7 +276,7 @@ class ModuleCopy:
         return CopyGraph(output, ends, buffers, changed, kinds.half_precision)
 
     def outcome(self, x: Any, **modes: bool) -> CopyGraph:
-        """Run the module forward and, if there are ``gradients``, backward; the graph is not kept."""
+        """Run the module forward and, if ``gradients`` is True, backward; return results without their graph."""
         graph = self.run(x, **modes)
         output = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, graph.output)
         return graph._replace(output=output, ends={}, gradients=self.gradients(graph))
@@ -280,9 +284,9 @@ class ModuleCopy:
     def gradients(
         self, graph: CopyGraph, leaves: Sequence[torch.Tensor] | None = None, *, linear: bool = False
     ) -> dict[str, torch.Tensor | None]:
-        """Return the gradients of the sum of the sines of some tensors of the output: of all if None.
+        """Return the gradients of the sum of the sines of ``leaves``, tensors of the output; of all of them if None.
 
-        Those of the sum of the tensors themselves if ``linear``.
+        If ``linear``, return the gradients of the sum of the tensors themselves.
         """
         if leaves is None:
             leaves = gradient_leaves([leaf for leaf in leaves_of(graph.output) if isinstance(leaf, torch.Tensor)])
@@ -300,7 +304,7 @@ class ModuleCopy:
 
 @contextmanager
 def seeded() -> Iterator[Callable[[], None]]:
-    """Yield a function that sets PyTorch's generators to the present state; set them so again at the end."""
+    """Yield a function that resets PyTorch's generators to their present state; reset them at the end, too."""
     state = random_state()
 
     def again() -> None:
@@ -313,13 +317,13 @@ def seeded() -> Iterator[Callable[[], None]]:
 
 
 def _line(state: Callable[[], Any], action: Callable[[], Any]) -> str:
-    """Return for messages the user's line in ``action`` after which ``state()`` is another; "" if there is none."""
+    """Return, for messages, the line of user code in ``action`` that changes ``state()``; "" if there is none."""
     with seeded():
         line = line_that_changes(state, action)
     return "" if line is None else f" ({line})"
 
 
-#: Number of shapes of samples, in training and in evaluation, whose first pass is looked at.
+#: Number of shapes of samples, in training and in evaluation, whose first pass is checked.
 MOST_SHAPES = 4
 #: Most bytes of a single sample that is computed twice at once with all that a backward pass needs.
 _LARGE = 1 << 20
@@ -336,7 +340,7 @@ _GRAIN = (
 
 @dataclass(eq=False)
 class FirstPass:
-    """Look at a module's first pass on samples of each shape, in training and in evaluation.
+    """Check a module's first pass on samples of each shape, in training and in evaluation.
 
     Parameters
     ----------
@@ -345,17 +349,17 @@ class FirstPass:
     number : int
         Number of the block in the model.
     originals : Originals
-        The tensors of the module that the block's one is a copy of.
+        The tensors of the original module, of which the block's module is a copy.
     trial : Trial
-        Follows samples from block to block in parts.
+        Passes samples in parts from block to block.
     random, changes_input : bool
         Whether the module has drawn random numbers, and whether it has changed its input in place.
     modes : set of bool
-        Whether the passes that were completed were in training.
+        Modes in which passes were completed: True for training, False for evaluation.
     sums : bool
-        Whether the output is a loss and its weight, which must add up over the parts.
+        Whether the output is a loss and its weight, which must be sums over the parts.
     kinds : set
-        The kinds of samples that have been looked at.
+        The shapes and dtypes of samples that were checked.
     """
 
     label: str
@@ -370,9 +374,9 @@ class FirstPass:
     _followed: bool = False
 
     def new_kind(self, x: Any, *, training: bool, counted: bool) -> Any:
-        """Return what :attr:`kinds` is to have when samples like ``x`` have been looked at; None if they need not be.
+        """Return the entry of :attr:`kinds` for samples like ``x``, or None if they need no check.
 
-        ``counted`` says whether they are of a batch; a planner's zeros are not.
+        ``counted`` says whether the samples belong to a batch; zeros that the planner uses do not.
         """
         self.originals.trained |= training and counted
         mode = training, counted
@@ -380,9 +384,9 @@ class FirstPass:
         return None if kind in self.kinds or sum(known == mode for known, *_ in self.kinds) >= MOST_SHAPES else kind
 
     def check(self, fresh: Callable[[], ModuleCopy], x: Any, *, training: bool) -> None:
-        """Raise :class:`LayoutError` where a used copy of the module does something else than a fresh one.
+        """Raise :class:`LayoutError` if a copy of the module that ran before gives other results than a fresh copy.
 
-        PyTorch's generator stays as it is. Not collective.
+        The states of PyTorch's generators do not change. Not collective.
         """
         used, new = fresh(), fresh()
         modes = {"training": training, "gradients": training, "of_input": self.number > 0}
@@ -429,13 +433,13 @@ class FirstPass:
             )
 
     def follows(self, count: int, *, new: bool) -> bool:
-        """Tell whether ``count`` samples are to be computed in parts: where they are ``new``, or were not before."""
+        """Tell whether to compute ``count`` samples in parts: if their kind is ``new``, or no samples were so far."""
         return not self.trial.done and count > 0 and (new or not self._followed)
 
     def follow(self, fresh: Callable[[], ModuleCopy], x: Any, count: int, *, training: bool) -> None:
-        """Compute ``count`` samples together and in two parts; raise :class:`LayoutError` if that is not the same.
+        """Compute ``count`` samples together and in two parts; raise :class:`LayoutError` if the results differ.
 
-        Samples for which the module raises an error are left out. Not collective.
+        Nothing is compared for samples for which the module raises an error. Not collective.
         """
         self._followed = True
         parts, one = self.trial.input(self.number, x, count), fresh()
@@ -528,7 +532,7 @@ def _same(tree: Any) -> Any:
 def _in_parts(
     one: ModuleCopy, parts: InParts, again: Callable[[], None], modes: Mapping[str, bool]
 ) -> list[CopyGraph] | None:
-    """Run passes for all samples and for both parts; None where the module raises an error, or draws noise."""
+    """Run passes for all samples and for both parts; return None if the module raises or draws random numbers."""
     graphs = []
     try:
         for tree in parts:
@@ -543,13 +547,13 @@ def _in_parts(
 
 
 def _sees_grains(module: torch.nn.Module) -> bool:
-    """Tell whether a norm has no running statistics, so that it takes those of the grain in evaluation, too."""
+    """Tell whether a batch norm has no running statistics, so that it uses those of the grain in evaluation, too."""
     kind = torch.nn.modules.batchnorm._BatchNorm
     return any(isinstance(inner, kind) and not inner.track_running_stats for inner in module.modules())
 
 
 def _difference(one: CopyGraph, other: CopyGraph) -> str | None:
-    """Return the first thing that two passes have computed differently."""
+    """Return the name of the first result that differs between two passes; None if all are equal."""
     pairs = [("output", leaves_of(one.output), leaves_of(other.output))]
     for kind in ("gradients", "buffers"):
         a, b = getattr(one, kind), getattr(other, kind)
@@ -571,16 +575,16 @@ def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class _LossAndGradient(NamedTuple):
-    """Hold a loss, its weight, and its gradient by the prediction."""
+    """Hold a loss, its weight, and its gradient with respect to the prediction."""
 
     loss: float
     weight: float
     gradient: list[torch.Tensor]
 
 
-#: How far the losses of parts may be from that of the whole, relative to their size: in double and in own precision.
+#: Largest relative difference of the sum of parts' losses from the whole's loss: in double and in own precision.
 _WIDE, _NATIVE = 1e-5, 1e-3
-#: How many grains are cut: losses of one may add up by chance, as where all its masks are full, or be no numbers.
+#: Number of grains compared in parts: losses of one may add up by chance, as where all its masks are full, or be NaN.
 MOST_ADDED = 4
 _SEE = (
     "; samples that are meant to see each other, as in a contrastive loss, do so in the module, which returns a loss "
@@ -590,24 +594,25 @@ _SEE = (
 
 @dataclass(eq=False)
 class FirstLoss:
-    """Look at a loss on its first samples of each shape.
+    """Check a loss on its first samples of each shape.
 
     Parameters
     ----------
     function : callable
         The user's loss.
     value : callable
-        Calls it, and returns the sum of losses as a tensor, and the weight.
+        Calls the loss, and returns the sum of losses as a tensor, and the weight.
     originals : Originals
         The tensors of the module that was given, which the loss must not read.
     added : bool
-        Whether losses of parts have added up to that of the whole.
+        Whether losses of parts were found to add up to the loss of the whole.
     checked : int
-        How often they have been computed.
+        How often losses of parts were computed.
     by_rows : bool
-        Whether the prediction has its samples on the first axis, so that it can be cut where no block has followed.
+        Whether samples are on the first axis of the prediction, so that it can be cut even if the blocks did not
+        compute the parts.
     kinds : set
-        The kinds of samples that have been looked at.
+        The shapes and dtypes of samples that were checked.
     """
 
     function: Callable[..., Any]
@@ -620,20 +625,20 @@ class FirstLoss:
 
     @property
     def label(self) -> str:
-        """The loss's name and place, for messages."""
+        """The loss's name, file and line, for messages."""
         return named(self.function, "loss")
 
     def new_kind(self, trees: Any) -> Any:
-        """Return what :attr:`kinds` is to have when samples like these were looked at; None if they need not be."""
+        """Return the entry of :attr:`kinds` for samples like these, or None if they need no check."""
         kind = tuple((leaf.shape, leaf.dtype) for leaf in leaves_of(trees))
         return None if kind in self.kinds or len(self.kinds) >= MOST_SHAPES else kind
 
     def is_wanted(self, *, new: bool) -> bool:
-        """Tell whether losses of parts of the samples, which may be of a ``new`` kind, are to be added up."""
+        """Tell whether to compare the loss of samples, which may be of a ``new`` kind, with losses of their parts."""
         return (new and not self.added) or (self.by_rows and self.checked < MOST_ADDED)
 
     def check(self, prediction: Any, target: Any) -> None:
-        """Raise :class:`LayoutError` where a second call does something else than the first. Not collective."""
+        """Raise :class:`LayoutError` if a second, equal call gives another result or changes state. Not collective."""
         state = partial(hidden_state, loss=self.function)
         with seeded(), self.originals.reads() as reads:
             one, first_state = self._loss_and_gradient(prediction, target), state()
@@ -666,14 +671,14 @@ class FirstLoss:
             )
 
     def draws(self, generator: str, line: str) -> LayoutError:
-        """Return the error of a loss that draws random numbers."""
+        """Return the exception for a loss that draws random numbers."""
         return LayoutError(
             f"{self.label} draws random numbers of {generator}{line}, which would depend on the rank that computes it: "
             "draw them in the module with PyTorch's own generator, where mpizero seeds them"
         )
 
     def adds_up(self, prediction: InParts, target: InParts, count: int) -> bool:
-        """Raise :class:`LayoutError` if the losses of the parts do not add up; tell whether it could be computed."""
+        """Raise :class:`LayoutError` if the losses of the parts do not add up; tell whether they could be computed."""
         self.checked += 1
         self.by_rows = all(axis == 0 for _, axis, _ in aligned(prediction))
         results, within = self._in_parts(prediction, target)
@@ -695,10 +700,10 @@ class FirstLoss:
         return True
 
     def _in_parts(self, prediction: InParts, target: InParts) -> tuple[list[_LossAndGradient], float]:
-        """Return what the loss is for all samples and for the parts, and how far it may be from a sum.
+        """Return the losses of all samples and of both parts, and a relative tolerance for their sum.
 
-        It is computed in double precision if the loss takes that. Nothing is found where it raises an error, or is not
-        finite, for samples of which it need not be.
+        The losses are computed in double precision if the loss function accepts it. The list is empty if the function
+        raises an error, or a loss is not finite.
         """
         narrow = any(leaf.dtype in (torch.float32, torch.complex64) for leaf in gradient_leaves(prediction.full))
         for way, within in ((_wide_tree, _WIDE),) * narrow + ((_same, _NATIVE),):
@@ -721,7 +726,7 @@ class FirstLoss:
         )
 
     def _loss_and_gradient(self, prediction: Any, target: Any) -> _LossAndGradient:
-        """Call the loss, and differentiate it."""
+        """Call the loss, and differentiate it with respect to the prediction."""
         copied = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, prediction)
         leaves = gradient_leaves(copied)
         for leaf in leaves:
@@ -736,7 +741,7 @@ class FirstLoss:
 
 
 def _become_larger(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> bool:
-    """Tell whether broadcasting the shapes of a prediction and a target would give another shape than both have."""
+    """Tell whether broadcasting the shapes of a prediction and a target would give a shape that neither has."""
     with suppress(RuntimeError):
         return len(one) == len(other) == 1 and tuple(torch.broadcast_shapes(*one, *other)) not in (*one, *other)
     return False

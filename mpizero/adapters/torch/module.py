@@ -1,11 +1,11 @@
 """Make a model of a PyTorch module.
 
-:class:`TorchModel` trains a copy of the module, as blocks or as one function. Where a loss is given the module, or the
-input that a prediction comes from, module and loss are computed together (:class:`JointFunctions`). Such a loss has
-terms that the prediction alone does not tell: a penalty on weights, a residual of derivatives by the input. It needs
-all parameters while it runs, so module and loss are one function as a model, as in
-:class:`~mpizero.adapters.FunctionModel`. :class:`LeftBehind` says when the module that was given is used, and still has
-its start values.
+:class:`TorchModel` trains a copy of the module, as blocks or as one function. If the loss takes the module or the
+module's input as an argument, module and loss are computed together (:class:`JointFunctions`). Such a loss has terms
+that do not depend on the prediction alone: a penalty on weights, a residual with derivatives with respect to the input.
+The loss needs all parameters while it runs, so module and loss form one function, as in
+:class:`~mpizero.adapters.FunctionModel`. :class:`LeftBehind` prints a notice when the module that was given is used
+while it still has its start values.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from mpizero.errors import ArgumentError, ConfigError, LayoutError
 from mpizero.layout.flat import joined, nested
 from mpizero.types import EVALUATE, Array, Run
 
-#: Most samples of a micro-batch of which batch norms are said to be too few.
+#: Largest number of samples of a micro-batch that is reported as too small for batch norms.
 FEW_FOR_BATCH_NORM = 2
 
 
@@ -69,9 +69,9 @@ FEW_FOR_BATCH_NORM = 2
 class TorchModel:
     """Make a model of a PyTorch module, which every strategy can train.
 
-    The module's code runs with parameters that lie in mpizero's memory, one copy a node, and autograd computes the
-    gradients. The module that is given keeps its values; ``model.named_parameters()`` of the sharded model has the
-    trained ones, under the names of ``module.state_dict()``, and :meth:`fill` gives them to the module.
+    The module's code runs with parameters in mpizero's memory, one copy per node, and autograd computes the gradients.
+    The module that is given keeps its values; ``model.named_parameters()`` of the sharded model has the trained ones,
+    under the names of ``module.state_dict()``, and :meth:`fill` copies them to the module.
 
     Parameters
     ----------
@@ -84,40 +84,42 @@ class TorchModel:
         weight; the weight is otherwise the number of samples. ``torch.nn.CrossEntropyLoss(reduction="sum")`` is such a
         loss. If it has a parameter ``module``, it is given the module that is trained, for a penalty on weights or
         another pass; if it has a parameter ``x``, it is given the module's input, by which the prediction can be
-        differentiated. Module and loss are one function as a model then, without blocks. A term without samples is to
-        be multiplied by their number.
+        differentiated. Module and loss then form a model of one function, without blocks. Multiply a term that does not
+        depend on the samples by their number.
     blocks : nn.Sequential, list of submodules and names, or None
         The submodules that the module runs one after the other, in this order, and nothing else: ``["embedding",
-        "layers.*", "head"]``. They are what ZeRO-3 gathers, pipelines distribute and activation checkpointing repeats.
-        A tuple that one returns becomes several arguments of the next, a dictionary keyword arguments. None: the module
-        as it is, of which ZeRO-3 gathers all at once.
+        "layers.*", "head"]``. These blocks are the units that ZeRO-3 gathers, pipelines distribute and activation
+        checkpointing repeats. A tuple that a block returns becomes several arguments of the next block, a dictionary
+        keyword arguments. With None, the module is one block, and ZeRO-3 gathers all its parameters at once.
     seed : int
-        Seed of the random numbers of dropout and its like.
+        Seed of random numbers, such as those of dropout.
     frozen : collection of str
         Names, or shell patterns, of parameters that are not trained, besides those without ``requires_grad``.
     unused : collection of str
         Names, or shell patterns, of parameters that the loss of some samples does not depend on. Their gradient is then
-        zero; for others that is an error.
+        zero; a missing gradient of any other parameter is an error.
     averaged : collection of str
-        Names, or shell patterns, of buffers that hold statistics of the samples. Each micro-batch begins with the
-        values of the step's beginning, and the step ends with the mean of their new values, weighted by samples.
-        Running means and variances of norms are such statistics already. No forward pass may change other buffers.
+        Names, or shell patterns, of buffers that hold statistics of the samples. Every micro-batch of a step begins
+        with the values from before the step; the step ends with the mean of the micro-batches' new values, weighted by
+        numbers of samples. Running means and variances of norms are such statistics already. No forward pass may change
+        other buffers.
     compare_forward : bool
         Whether the first samples, in training and in evaluation, also run through the module's own ``forward``, which
         must compute what the blocks compute. A module without a ``forward``, and an ``nn.Sequential`` whose children
-        are the blocks, are not run. Whether the first samples also run in two parts, which must compute what they do
-        together. False where one of both is meant to differ.
+        are the blocks, are not run. Also whether the first samples run in two parts, whose results must be those of the
+        samples together. Give False if one of these results is meant to differ.
     activation_checkpointing : collection of str
-        Names, or shell patterns, of blocks of which only the input is kept for the backward pass. It runs them again,
-        with the same random numbers, and the bits stay the same.
+        Names, or shell patterns, of blocks of which only the input is kept for the backward pass. The backward pass
+        runs these blocks again, with the same random numbers, so results have the same bits.
     kernels : {"torch", "mpizero"}
-        What computes ``gelu(approximate="tanh")``, ``silu``, and ``scaled_dot_product_attention(is_causal=True)``
-        without mask and dropout, on CPUs: PyTorch, or mpizero's kernels, which take less time and round differently.
+        Library that computes ``gelu(approximate="tanh")``, ``silu``, and
+        ``scaled_dot_product_attention(is_causal=True)`` without mask and dropout, on CPUs: PyTorch, or mpizero's
+        kernels, which take less time and round differently.
 
     Raises
     ------
     ConfigError
-        If the module or its loss cannot be trained as they are; the message tells what to change.
+        If the module or its loss cannot be used in training; the message tells what to change.
 
     Examples
     --------
@@ -191,7 +193,7 @@ class TorchModel:
         }
         #: Times the first passes.
         self.times = PassTimes()
-        #: Finds from counted work with how many samples a grain's fixed cost is small.
+        #: Computes from counted work with how many samples a grain's fixed cost is small.
         self.efficient_samples = efficient_samples(tuple(self._calls.values()), self.dtype)
         describer.forget_values()
         self.loss: Any = TorchLoss(loss, self._settings, self._originals, self._trial)
@@ -205,7 +207,7 @@ class TorchModel:
         }
 
     def _be_function(self, together: ModuleAndLoss) -> None:
-        """Set the attributes of a black box: module and loss as one function of all parameters."""
+        """Set the attributes of a model whose module and loss are one function of all parameters."""
         tensors, loss = self._calls[""].tensors, together.loss
         alone, call = (self._call(0, module, tensors) for module in (together.module, together))
         start = self.start_values
@@ -223,7 +225,7 @@ class TorchModel:
 
     @property
     def fingerprint(self) -> Any:
-        """Parts of the model that ranks compare, besides blocks, loss and start values."""
+        """Parts of the model that must be equal on all ranks, besides blocks, loss and start values."""
         parts = {"seed": self.seed, "own_kernels": self._settings.mpizero_kernels, "torch": str(torch.__version__)}
         if hasattr(self, "blocks"):
             return parts
@@ -232,7 +234,7 @@ class TorchModel:
     if not TYPE_CHECKING:  # where it would hide what is misspelt
 
         def __getattr__(self, name: str) -> Any:
-            """Raise :class:`AttributeError` for what is not there, with what takes its place."""
+            """Raise :class:`AttributeError` for an unknown attribute; the message says what to use instead."""
             raise no_attribute(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -250,7 +252,7 @@ class TorchModel:
         return convert_optimizer(optimizer, self._source, trained)
 
     def batch_norm_notice(self, samples: int) -> str:
-        """Return a line about what so few samples a micro-batch do to batch norms; "" if nothing. Not collective."""
+        """Return a warning if micro-batches of ``samples`` are too small for batch norms, else "". Not collective."""
         norms = [name for name, one in self._module.named_modules() if isinstance(one, _BatchNorm) and one.training]
         if not norms or samples > FEW_FOR_BATCH_NORM:
             return ""
@@ -333,19 +335,19 @@ class TorchModel:
     def fill(self, arrays: Mapping[str, Array], module: torch.nn.Module | None = None) -> torch.nn.Module:
         """Give a module the values of ``arrays``, and return it. Not collective.
 
-        Training leaves the module that was given as it was: what is trained is a copy.
+        Training does not change the module that was given, because mpizero trains a copy.
 
         Parameters
         ----------
         arrays : mapping of str to Array
             As in :meth:`state_dict`: ``model.named_parameters()`` of the sharded model, which all ranks call.
         module : torch.nn.Module or None
-            The module to fill; None: the one that was given.
+            The module to fill; None for the module that was given to the constructor.
 
         Raises
         ------
         ConfigError
-            If there is no ``module``, and a function that makes one was given.
+            If ``module`` is None, and the constructor was given a function that makes a module.
 
         Examples
         --------
@@ -368,7 +370,7 @@ class TorchModel:
         return filled
 
     def with_frozen(self, names: Collection[str]) -> TorchModel:
-        """Return a model that does not train the parameters of these names, either. Not collective."""
+        """Return a copy of the model that does not train the parameters ``names``, either. Not collective."""
         twin = copy(self)
         twin._calls = {
             block: replace(call, tensors=call.tensors.with_frozen(block, names)) for block, call in self._calls.items()
@@ -380,13 +382,13 @@ class TorchModel:
         return twin
 
     def set_sharding_config(self, config: Any) -> None:
-        """Take number of threads and device of a :class:`ShardingConfig`. Not collective."""
+        """Apply the number of threads and the device of a :class:`ShardingConfig`. Not collective."""
         self._settings.threads = config.threads
         if config.device != "cpu":
             use_gpu()
 
     def _made(self) -> torch.nn.Module:
-        """Return the module that was given, or what the function makes."""
+        """Return the module that was given, or a new one from the function that was given."""
         if isinstance(self._source, torch.nn.Module):
             module: Any = self._source
         elif not _takes_nothing(self._source):
@@ -421,7 +423,7 @@ def _takes_nothing(function: Any) -> bool:
     return True
 
 
-#: The keywords by which a loss is given more than prediction and target.
+#: Keyword arguments that a loss may take after prediction and target.
 KEYWORDS = ("module", "x")
 
 
@@ -436,10 +438,10 @@ def extra_arguments(loss: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class ModuleAndLoss(torch.nn.Module):  # type: ignore[misc]
-    """Return the sum of the losses of samples, and their weight, as a module whose input is samples and targets.
+    """Combine a module and a loss: a module that returns the sum of losses and the weight, for samples and targets.
 
-    ``names`` are the keywords that the loss is given. ``forward`` computes gradients in evaluation, too, because the
-    loss may differentiate.
+    ``names`` are the keyword arguments that the loss takes. ``forward`` enables autograd in evaluation, too, because
+    the loss may differentiate.
     """
 
     def __init__(self, module: torch.nn.Module, loss: TorchLoss, names: tuple[str, ...]) -> None:
@@ -461,14 +463,14 @@ class ModuleAndLoss(torch.nn.Module):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class JointFunctions:
-    """Compute loss, gradients and predictions from parameters by name.
+    """Compute the loss, gradients and predictions of a :class:`ModuleAndLoss` from parameters by name.
 
     Parameters
     ----------
     together : ModuleCall
         Calls a :class:`ModuleAndLoss`.
     alone : ModuleCall
-        Calls the module in it, which holds the same parameters.
+        Calls the module without the loss, with the same parameters.
     label : str
         The loss's name, for messages.
     times : PassTimes
@@ -498,7 +500,7 @@ class JointFunctions:
         return float(loss.detach()), float(weight)
 
     def _differentiated(self, parameters: Mapping[str, Array], batch: Any, run: Run) -> tuple[Passed, Gradients]:
-        """Return the results of a pass, and the gradients of the loss by the parameters that have one."""
+        """Return the results of a forward pass, and the gradients of the loss with respect to trained parameters."""
         call, params = self.together, nested(dict(parameters))
         specs = call.tensors.specs
         with call.prepared(run), torch.enable_grad():
@@ -528,18 +530,18 @@ class JointFunctions:
 
 
 class LeftBehind:
-    """Say once, at the first use of a module that was trained as a copy, that it is not the trained one.
+    """Print a notice at the first use of a module of which mpizero trains a copy: it still has its start values.
 
-    It is a hook of the module and of its submodules, which are called, and whose ``state_dict()`` is taken. Copies of
-    the module, pickled ones too, have one that says nothing, and so has a module whose parameters were changed since,
-    for example by ``load_state_dict``.
+    The object is a hook on calls and on ``state_dict()`` of the module and its submodules. In copies of the module,
+    pickled ones too, the hook prints nothing. Nor does it if the module's parameters have changed since, for example by
+    ``load_state_dict``.
 
     Parameters
     ----------
     module : torch.nn.Module
         The module that was given.
     originals : Originals or None
-        Its tensors, which know whether a copy is trained.
+        The module's tensors, and whether a copy of the module is trained.
     """
 
     def __init__(self, module: torch.nn.Module | None = None, originals: Originals | None = None) -> None:
@@ -552,21 +554,21 @@ class LeftBehind:
             inner.register_state_dict_pre_hook(self.before_state_dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a hook that says nothing."""
+        """Return a hook that prints nothing."""
         return type(self)()
 
     def __reduce__(self) -> Any:
-        """Pickle a hook that says nothing, as ``torch.save(module)`` does; here it is said."""
+        """Pickle a hook that prints nothing; ``torch.save(module)``, which pickles, is itself a use to be noticed."""
         if self._module is not None and (module := self._module()) is not None:
             self._used(module, "is pickled")
         return type(self), ()
 
     def __call__(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Look at one call of the module, or of a submodule."""
+        """Print the notice at a call of the module or of a submodule."""
         self._used(module, "is called")
 
     def before_state_dict(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Look at one call of ``state_dict()`` of the module, or of a submodule."""
+        """Print the notice at a call of ``state_dict()`` of the module or of a submodule."""
         self._used(module, "is asked for its state_dict")
 
     def _used(self, module: torch.nn.Module, how: str) -> None:

@@ -1,8 +1,8 @@
 """Convert optimizers of PyTorch to those of mpizero, with their groups of parameters.
 
 A sharded optimizer updates ranges of one flat array and knows parameters by name, so an optimizer of PyTorch, which
-holds tensors, cannot be run itself. What it says is taken over: the class, its settings, and for each group the rate
-and the weight decay of its parameters. Everything that has no counterpart is an error.
+holds tensors, cannot be run itself. Its class, its settings and, for each group, the learning rate and weight decay are
+taken over. A setting without a counterpart in mpizero raises an error.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from mpizero.optim.elementwise import CONVERTED, RATE_OF_STEP
 
 #: Settings that change how PyTorch computes, and no result.
 _WITHOUT_EFFECT = {"foreach", "fused", "capturable", "decoupled_weight_decay"}
-#: Those of a group; all others are the optimizer's.
+#: Settings that groups may have; all others must be equal in all groups.
 _OF_GROUPS = {"params", "param_names", "lr", "weight_decay"}
 
 
 def convert_optimizer(optimizer: Any, module: Any, trained: Sequence[str]) -> Any:
-    """Return an optimizer of mpizero with the settings and groups of one of PyTorch; any other object itself.
+    """Return an mpizero optimizer with the settings and groups of a PyTorch optimizer; return other objects unchanged.
 
     Parameters
     ----------
     optimizer : object
-        Converted are ``torch.optim.SGD``, ``Adam`` and ``AdamW``, made from the parameters of ``module``. Their
-        ``step``, and a rate that is set later, raise an error from then on. Not collective.
+        A ``torch.optim.SGD``, ``Adam`` or ``AdamW``, made from the parameters of ``module``, is converted. From then
+        on, calling its ``step`` or setting a learning rate raises an error. Not collective.
     module : torch.nn.Module or callable
         The module that is trained, or the function that makes it.
     trained : sequence of str
@@ -40,8 +40,9 @@ def convert_optimizer(optimizer: Any, module: Any, trained: Sequence[str]) -> An
     Raises
     ------
     ConfigError
-        If it has made steps, or has a scheduler, a setting without a counterpart, groups that differ in more than rate
-        and weight decay, parameters that the module does not have, or not all that are trained.
+        If the optimizer has made steps, or has a scheduler, a setting without a counterpart, groups that differ in more
+        than learning rate and weight decay, or parameters that the module does not have; or if it lacks trained
+        parameters.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ not in CONVERTED:
         return optimizer
@@ -95,7 +96,7 @@ def _named_groups(optimizer: torch.optim.Optimizer, module: Any, trained: Sequen
 
 
 def _common_settings(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return the settings that are the same in all groups, by their names here."""
+    """Return the settings that are the same in all groups, by their names in mpizero."""
     kind = type(optimizer).__name__
     known = set(inspect.signature(getattr(optim, kind)).parameters)
     first: dict[str, Any] = {}
@@ -114,7 +115,7 @@ def _common_settings(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
 
 
 class _ConvertedGroup(dict[str, Any]):
-    """Hold the settings of a group that was converted, and refuse others, which nothing would read."""
+    """Hold the settings of a converted group, and refuse changes, which would have no effect."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Raise :class:`ConfigError`."""

@@ -1,11 +1,11 @@
-"""Refuse modules and losses whose copy would compute something else, because it still refers to the original.
+"""Refuse modules and losses that would compute wrong results, because a copy still refers to the original module.
 
-``TorchModel`` trains a copy (``copy.deepcopy``) of the module that it is given. Functions are not copied: what they
-refer to stays the original, with its start values (:func:`check_functions`). A loss that reads what the given module
-keeps of a forward pass, such as an auxiliary loss, would read old values, since the copy makes the passes
-(:func:`check_loss`).
-:class:`Originals` finds out in a pass which tensors of the given module are read, and :class:`OriginalForward` compares
-what a module's own ``forward`` computes with what its blocks compute one after the other.
+``TorchModel`` trains a copy (``copy.deepcopy``) of the module that it is given. Functions are not copied: they still
+refer to the original module, which keeps its start values (:func:`check_functions`). A loss that reads an attribute
+that the given module sets in its forward pass, such as an auxiliary loss, would read old values, since the copy runs
+the passes (:func:`check_loss`). :class:`Originals` detects whether a pass reads tensors of the given module, and
+:class:`OriginalForward` compares what a module's own ``forward`` computes with what its blocks compute one after the
+other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpizero.types import Run
 
 
 def check_parameters(module: torch.nn.Module) -> None:
-    """Raise :class:`ConfigError` for uses of parameters that a copy of the module would not have. Not collective."""
+    """Raise :class:`ConfigError` for uses of parameters that do not work in a copy of the module. Not collective."""
     if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         raise ConfigError(f"TorchModel: {type(module).__name__} shares work itself: give the module inside, .module")
     for path, inner in module.named_modules():
@@ -67,9 +67,9 @@ def check_parameters(module: torch.nn.Module) -> None:
 
 
 def check_functions(module: torch.nn.Module) -> None:
-    """Raise :class:`ConfigError` if the module holds a function that refers to the module or to one of its parts.
+    """Raise :class:`ConfigError` if the module holds a function that refers to the module or to a submodule.
 
-    A deep copy does not copy functions, so those of the copy would still use the original.
+    A deep copy does not copy functions, so functions in the copy would still use the original module.
     """
     names = {id(inner): name for name, inner in reversed(list(module.named_modules(remove_duplicate=False)))}
     for path, inner in module.named_modules():
@@ -85,7 +85,7 @@ def check_functions(module: torch.nn.Module) -> None:
 
 
 def values_of(function: Any) -> list[Any]:
-    """Return what a function refers to by closure, default values and global names. Not collective."""
+    """Return the objects to which a function refers by closure, default values and global names. Not collective."""
     if not isinstance(function, FunctionType):
         return []
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
@@ -97,8 +97,9 @@ def values_of(function: Any) -> list[Any]:
 def check_loss(function: Any, module: torch.nn.Module) -> None:
     """Raise :class:`ConfigError` for a loss that reads an attribute which a forward pass of the module sets.
 
-    The code is looked at: the loss and what it calls of the user's functions, and the module's ``forward`` with the
-    methods and hooks that it calls. An attribute that only the program sets, such as a weight of a term, may be read.
+    The bytecode is examined: of the loss and the user's functions that it calls, and of the module's ``forward`` with
+    the methods and hooks that it calls. The loss may read an attribute that no forward pass sets, such as the weight of
+    a term.
     """
     inside = {id(inner) for inner in module.modules()}
     values = _reached(function)
@@ -123,7 +124,7 @@ def check_loss(function: Any, module: torch.nn.Module) -> None:
 
 
 def _reached(function: Any) -> list[Any]:
-    """Return a loss, what it holds and refers to, and so on through the user's functions."""
+    """Return a loss and the objects that it reaches by its attributes and by references of the user's functions."""
     reached: list[Any] = []
     waiting = [function, getattr(type(function), "__call__", None)]  # noqa: B004 - the function itself
     while waiting:
@@ -147,7 +148,7 @@ def _is_users(one: Any) -> bool:
 
 
 def _called_by(begin: Iterable[FunctionType], methods: dict[str, list[FunctionType]]) -> list[FunctionType]:
-    """Return functions, and the methods that they name, and so on."""
+    """Return the functions ``begin`` and, recursively, all ``methods`` whose names they mention."""
     called, waiting = [], list(begin)
     while waiting:
         one = waiting.pop()
@@ -158,7 +159,7 @@ def _called_by(begin: Iterable[FunctionType], methods: dict[str, list[FunctionTy
 
 
 def _names(function: FunctionType, operations: Sequence[str]) -> set[str]:
-    """Return the names with which a function, or one defined in it, does one of some operations of Python."""
+    """Return the names that a function, or one defined in it, uses in some bytecode ``operations``."""
     codes, names = [function.__code__], set()
     while codes:
         code = codes.pop()
@@ -182,7 +183,7 @@ def mentions_data(module: torch.nn.Module) -> bool:
 
 
 class Originals:
-    """Know the tensors of a module that was given, as long as something else keeps them."""
+    """Hold weak references to the parameters and buffers of a module that was given to ``TorchModel``."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         #: Whether a copy of the module has been trained.
@@ -191,27 +192,27 @@ class Originals:
         self._references = [(name, weakref.ref(tensor)) for name, tensor in tensors]
 
     def reads(self) -> Reads:
-        """Return a context that finds out which of the tensors are used in it. Not collective."""
+        """Return a context that notes the first of the tensors that is used in it. Not collective."""
         alive = [(name, reference()) for name, reference in self._references]
         return Reads({_address(tensor): name for name, tensor in alive if tensor is not None})
 
 
 class Reads(Kernels):
-    """Note the first operation on one of some tensors, whose names are given by their addresses."""
+    """Note the name of the first tensor that an operation uses, among those whose addresses ``names`` has."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self._names, self.first = {address: name for address, name in names.items() if address}, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation."""
+        """Run one operation, and note a tensor that it uses."""
         used = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         self.first = self.first or next((name for leaf in used if (name := self._names.get(_address(leaf)))), "")
         return func(*args, **(kwargs or {}))
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's memory begins; 0 for one that has none."""
+    """Return the address at which a tensor's memory begins; 0 for a tensor without memory."""
     try:
         address: int = tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
@@ -221,16 +222,16 @@ def _address(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class OriginalForward:
-    """Run a module's own ``forward`` once in training and once in evaluation mode, and compare it with its blocks.
+    """Run a module's own ``forward`` once in training and once in evaluation mode, and compare it with the blocks.
 
-    Hooks see what enters and leaves the blocks, so that dropout, which would differ in a second pass, matters not. The
-    pass takes the module that was given, or makes it again, with its start values, on the rank that computes the first
-    samples.
+    Hooks compare the inputs and outputs of blocks within one pass, so dropout, which would differ in a second pass,
+    makes no difference. The pass runs the module that was given, or one newly made, with its start values, on the rank
+    that computes the first samples.
 
     Parameters
     ----------
     made : callable
-        Returns the module.
+        Returns the module that was given, or a newly made one.
     blocks : sequence of str
         The names of its blocks, in order.
     settings : TorchSettings
@@ -243,10 +244,10 @@ class OriginalForward:
     _compared: set[bool] = field(default_factory=set)
 
     def compare(self, x: Any, run: Run) -> None:
-        """Raise :class:`LayoutError` if ``forward`` does something that no block does. Not collective.
+        """Raise :class:`LayoutError` if ``forward`` computes something else than the chain of blocks. Not collective.
 
-        ``x`` are the samples. The first samples of the first step are looked at, in both modes; where a program
-        does not train, those of the first evaluation.
+        ``x`` are the samples. The first samples of the first training step are compared in both modes; in a program
+        that does not train, those of the first evaluation in evaluation mode.
         """
         modes = {True, False} if run.training else {False}
         if modes <= self._compared:
@@ -304,7 +305,7 @@ def _runs_its_blocks(module: torch.nn.Module, blocks: Sequence[str]) -> bool:
 
 
 class _Trace:
-    """Follow the calls of blocks in a module's ``forward``, and note the first that differs from a chain of them."""
+    """Follow the calls of blocks in a module's ``forward``, and note the first difference from a chain of blocks."""
 
     def __init__(self, blocks: Mapping[str, torch.nn.Module], x: Any) -> None:
         self.difference: str | None = None
@@ -318,7 +319,7 @@ class _Trace:
         return begin + [one.register_forward_hook(self._ends) for one in modules]
 
     def end(self, output: Any) -> str | None:
-        """Return the first difference, or None, from the output of the whole module."""
+        """Return the first difference, or None, given the output of the whole module."""
         if self.difference is None and self._next < len(self._names):
             self.difference = f"it does not run block {self._names[self._next]!r}"
         elif self.difference is None and (unlike := _unlike(self._x, output)):
@@ -345,7 +346,7 @@ class _Trace:
 
 
 def _bound(module: torch.nn.Module, args: Any, named: Any) -> dict[str, Any]:
-    """Return the arguments of a module's ``forward`` by name, or by number where they do not fit."""
+    """Return the arguments of a module's ``forward`` by name, or by position if they do not fit its signature."""
     try:
         bound = inspect.signature(module.forward).bind(*args, **named)
     except (TypeError, ValueError):
@@ -355,7 +356,7 @@ def _bound(module: torch.nn.Module, args: Any, named: Any) -> dict[str, Any]:
 
 
 def _unlike(expected: Any, actual: Any) -> str | None:
-    """Return in words how two trees of tensors differ, None if they do not."""
+    """Return a description of how two trees of tensors differ, or None if they are equal."""
     a, b = dict(paths_of(_=expected)), dict(paths_of(_=actual))
     if odd := [path for path in (*a, *b) if (path in a) != (path in b)]:
         return f"{len(a)} values become {len(b)}" if len(a) != len(b) else f"{odd[0][1:]} is in one only"

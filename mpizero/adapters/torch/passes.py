@@ -1,8 +1,9 @@
-"""Run the passes of a PyTorch model: call a block's module with given values, and its loss, and count their work.
+"""Run the passes of a PyTorch model: call modules with given parameters, compute the loss, count work and memory.
 
-A :class:`ModuleCall` puts given values in the places of a module's parameters, and refuses what a forward pass must not
-do. :func:`efficient_samples` and :class:`Allocations` count what the kernels that PyTorch calls in a pass do: their
-work, and the memory that they make. :class:`TorchLoss` is a function or module of PyTorch as the loss of a model.
+A :class:`ModuleCall` calls a module with given values in place of its parameters, and raises an error if the forward
+pass changes tensors that it must not change. :func:`efficient_samples` counts the work of the kernels that PyTorch
+calls in a pass, :class:`Allocations` the memory that they allocate. :class:`TorchLoss` makes a function or module of
+PyTorch the loss of a model.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class Passed(NamedTuple):
     output : tree of torch.Tensor
         What the module returned.
     values : list of torch.Tensor
-        The tensors that were in the places of ``stored``.
+        The tensors that were used in place of :attr:`BlockTensors.stored`.
     averages, numbers : list of torch.Tensor
-        The new values of statistics, and of buffers of whole numbers.
+        The new values of averaged statistics, and of integer buffers.
     """
 
     output: Any
@@ -76,28 +77,29 @@ class Passed(NamedTuple):
 
 @dataclass(eq=False)
 class ModuleCall:
-    """Call a module with tensors that share the memory of given arrays in the places of its parameters.
+    """Call a module with tensors in place of its parameters that share the memory of given arrays.
 
-    The first pass in training, and that in evaluation, get copies of parameters and input, and compare them afterwards:
-    a module that changes its parameters is refused before it does harm, and one that changes its input gets copies from
-    then on. Before, copies of the module run ([Note: first passes] in adapters/torch/first_pass.py).
+    The first pass in training, and the first in evaluation, get copies of parameters and input, which are compared with
+    the originals afterwards: if a module changes its parameters, an error is raised before any are overwritten; a
+    module that changes its input gets copies from then on. Before these passes, copies of the module run ([Note: first
+    passes] in adapters/torch/first_pass.py).
 
     Parameters
     ----------
     module : torch.nn.Module
-        The module. It holds no values of its own.
+        The module; its own parameters are on the meta device.
     number : int
         Number of the block within the model; its random numbers depend on it.
     tensors : BlockTensors
-        Its parameters and buffers.
+        Descriptions of the module's parameters and buffers.
     settings : TorchSettings
         Settings of the process during a pass.
     training : tuple of (torch.nn.Module, bool)
         Every submodule, and whether it was in training mode when the model was made.
     first_pass : FirstPass
-        Looks at the first passes.
+        Checks the first passes.
     uses_data : bool
-        Whether its code may change parameters by way of ``.data``, where autograd does not see it.
+        Whether the module's code may change parameters through ``.data``, which autograd does not notice.
     """
 
     module: torch.nn.Module
@@ -107,7 +109,7 @@ class ModuleCall:
     training: tuple[tuple[torch.nn.Module, bool], ...]
     first_pass: FirstPass
     uses_data: bool
-    #: What copies are made of: module, what it holds and modes before its first pass.
+    #: Module, tensors and modes before the first pass, of which copies are made.
     _before: tuple[Any, BlockTensors, Any] | None = field(default=None, init=False)
 
     @property
@@ -117,18 +119,18 @@ class ModuleCall:
 
     @property
     def new(self) -> bool:
-        """Tell whether no pass in the present mode was completed yet."""
+        """Tell whether no pass in the present mode (training or evaluation) was completed yet."""
         return self.module.training not in self.first_pass.modes
 
     def values(self, params: Params) -> list[torch.Tensor]:
-        """Return tensors that share the memory of the arrays in ``params`` of all that is stored. Not collective."""
+        """Return tensors that share the memory of arrays in ``params``, in the order of the specs. Not collective."""
         return [as_tensor(value_at(params, spec.name)) for spec in self.tensors.specs]
 
     @contextmanager
     def placed(self, params: Params) -> Iterator[None]:
         """Put the parameters into the module for a backward pass, in which hooks and functions may read them.
 
-        Of what a forward pass may change these are copies: ``torch.utils.checkpoint`` runs another one.
+        Tensors that a forward pass may change are copied, because ``torch.utils.checkpoint`` runs another forward pass.
         """
         block = self.tensors
         values = zip(self.values(params), block.specs, strict=True)
@@ -138,7 +140,7 @@ class ModuleCall:
 
     @contextmanager
     def prepared(self, run: Run) -> Iterator[None]:
-        """Prepare the process and the module for a forward pass."""
+        """Set PyTorch's settings and seed, and the module's training mode, for a forward pass."""
         check_contexts()
         with torch_pass(self.settings, derived_seed(run, self.number)):
             for module, was in self.training:
@@ -146,7 +148,7 @@ class ModuleCall:
             yield
 
     def forward_values(self, params: Params) -> list[torch.Tensor]:
-        """Return the tensors for the places of ``stored``, inside :meth:`prepared`: copies where they may change."""
+        """Return the tensors to use in place of ``tensors.stored``, copied if they may change (in :meth:`prepared`)."""
         block, new, arrays = self.tensors, self.new, self.values(params)
         bring(block.others, self._device(arrays))
         tensors = [t.clone() if spec.averaged or new else t for t, spec in zip(arrays, block.specs, strict=True)]
@@ -164,7 +166,7 @@ class ModuleCall:
         DataError
             If the module returns something else than tensors.
         LayoutError
-            If the module has changed what a forward pass must not change.
+            If the module has changed a tensor that a forward pass must not change.
         """
         block, new = self.tensors, self.new
         numbers = self._numbers(params)
@@ -197,7 +199,7 @@ class ModuleCall:
         Raises
         ------
         LayoutError
-            If a parameter has no gradient; ``loss`` says of what.
+            If a parameter has no gradient; ``loss`` names the loss in the message.
         """
         block = self.tensors
         for integer, number in zip(block.integer_specs, passed.numbers, strict=True):
@@ -218,9 +220,9 @@ class ModuleCall:
                 )
 
     def on_zeros(self, x: Any, dtype: np.dtype[Any], mode: AbstractContextManager[Any]) -> Any:
-        """Return what a copy of the module returns for ``x`` in training, where all that is stored is zero.
+        """Return the output for ``x`` of a copy of the module, in training, with zero parameters and stored buffers.
 
-        ``mode`` is the context of the pass. Not collective.
+        ``mode`` is a context in which the pass runs. Not collective.
         """
         kinds = (dtype, np.result_type(dtype, np.complex64))
         values = [as_tensor(np.zeros(spec.shape, kinds[spec.complex])) for spec in self.tensors.specs]
@@ -230,18 +232,18 @@ class ModuleCall:
             return fresh.run(x, training=True, gradients=False, of_input=False).output
 
     def _numbers(self, params: Params) -> list[torch.Tensor]:
-        """Return copies of the buffers of whole numbers, where the parameters are."""
+        """Return copies of the integer buffers, on the device of the parameters."""
         numbers = [as_tensor(value_at(params, spec.name)) for spec in self.tensors.integer_specs]
         device = self._device(self.values(params)) if numbers else None
         return [number.to(device, copy=True) for number in numbers]
 
     @staticmethod
     def _device(values: Sequence[torch.Tensor]) -> torch.device:
-        """Return where the parameters are; the host for a block without parameters."""
+        """Return the device of the parameters; the host for a block without parameters."""
         return values[0].device if values else torch.device("cpu")
 
     def _look(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor], x: Any, run: Run) -> None:
-        """Check samples of shapes that are new by forward and backward passes of copies of the module."""
+        """Check the module on samples of a new shape, by forward and backward passes of copies of the module."""
         training, fresh = self.module.training, partial(self._fresh, values, numbers)
         kind = self.first_pass.new_kind(x, training=training, counted=run.count > 0)
         if kind is not None:
@@ -252,14 +254,14 @@ class ModuleCall:
             self.first_pass.kinds.add(kind)
 
     def _fresh(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> ModuleCopy:
-        """Return a copy of the module as it was before its first pass, for passes with these values."""
+        """Return a copy of the module in its state before its first pass, for passes with these values."""
         if self._before is None:  # a pass may leave what cannot be copied, such as a tensor with its graph
             self._before = copy.deepcopy((self.module, self.tensors, self.training))
         module, tensors, modes = copy.deepcopy(self._before)
         return ModuleCopy(module, tensors, modes, self.settings, values, numbers)
 
     def _watched(self, values: Sequence[torch.Tensor]) -> list[tuple[ModuleTensor, torch.Tensor, int]]:
-        """Return what no forward pass may change: what it is, the tensor in its place, and the tensor's version."""
+        """Return the tensors that no forward pass may change, each with its description and its version."""
         block = self.tensors
         stored = zip(block.stored, block.specs, values, strict=True)
         tensors = [(one, t) for one, spec, t in stored if not spec.averaged] + [(one, one.now) for one in block.others]
@@ -274,7 +276,7 @@ class ModuleCall:
         return LayoutError(f"{self.label} changes its {what} {one.name!r} in its forward pass: {advice}")
 
     def _note_input(self, changed: bool) -> None:
-        """Remember whether the first pass has changed its input in place; refuse it if a later pass is the first to."""
+        """Note whether the first pass has changed its input in place; raise an error if only a later pass does."""
         if changed and not self.new and not self.first_pass.changes_input:
             raise LayoutError(
                 f"{self.label} changes its input in place, which it did not at first: samples and the output of the "
@@ -285,9 +287,9 @@ class ModuleCall:
 
 
 def efficient_samples(calls: Sequence[ModuleCall], dtype: np.dtype[Any]) -> EfficientSamples:
-    """Return what finds with how many samples a grain's fixed cost is small, from passes of copies of the blocks.
+    """Return an :class:`EfficientSamples` that counts the work of forward passes of copies of the blocks.
 
-    ``calls`` are the blocks in the order in which they run, ``dtype`` is the type of the parameters.
+    ``calls`` are the blocks in the order in which they run; ``dtype`` is the dtype of the parameters.
     """
     size = sum(int(spec.size) for call in calls for spec in call.tensors.specs)
     return EfficientSamples(partial(_work, calls, dtype), size)
@@ -301,12 +303,12 @@ def _work(calls: Sequence[ModuleCall], dtype: np.dtype[Any], x: Any, y: Any) -> 
     return counter.work
 
 
-#: Kernel calls, and work, of a forward and backward pass over those of the forward pass.
+#: Ratio of the kernel calls and work of a forward and backward pass to those of the forward pass alone.
 _BOTH = 3
 
 
 class _Counter(Kernels):
-    """Count the kernels that PyTorch calls in forward passes, and their work, times :data:`_BOTH`."""
+    """Count the kernels that PyTorch calls in forward passes, and their work; multiply both by :data:`_BOTH`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,16 +333,17 @@ class _Counter(Kernels):
 class Allocations(Kernels):
     """Count, in a ``with`` block, the bytes of the tensors that operations of PyTorch make and that are still used.
 
-    What an operation takes for itself and gives back before it ends is :attr:`unseen`.
+    Memory that an operation allocates and frees before it ends is not counted (:attr:`unseen`).
 
     Attributes
     ----------
     now, most : int
         Bytes in use, and the most bytes in use since :meth:`begin`.
     unseen : str
-        What is not counted, for people.
+        Description of memory that is not counted, for messages.
     looks : int
-        The most passes on samples of one shape in which a module and a loss may also be looked at, which takes memory.
+        Largest number of passes on samples of one shape in which a module and a loss may be checked, which takes
+        additional memory.
     """
 
     unseen: ClassVar[str] = "what an operation of PyTorch takes while it runs (convolutions do)"
@@ -384,9 +387,10 @@ class Allocations(Kernels):
 
 
 class TorchLoss:
-    """Call ``function(prediction, target)``, which returns a sum over samples, or that and its weight.
+    """Call ``function(prediction, target)``, which returns a sum over samples, or the sum and its weight.
 
-    Without a weight, it is the number of samples. On the first batches it is looked at by :class:`FirstLoss`.
+    If the function returns no weight, the weight is the number of samples. On the first batches, :class:`FirstLoss`
+    checks the function.
     """
 
     #: Counts the arrays of a pass for the planner.
@@ -412,7 +416,7 @@ class TorchLoss:
 
     @property
     def fingerprint(self) -> Any:
-        """Parts of the loss that ranks compare."""
+        """Parts of the loss that must be equal on all ranks."""
         return {"function": self.function}
 
     def forward(self, prediction: Any, target: Any) -> tuple[float, float, Any]:
@@ -437,7 +441,7 @@ class TorchLoss:
             return float(loss.detach()), weight, (loss, leaves, prediction)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Any:
-        """Return ``scale`` times the gradient of the loss sum by the prediction, a tree like it. Not collective."""
+        """Return ``scale`` times the gradient of the loss sum, in the structure of the prediction. Not collective."""
         loss, leaves, prediction = cache
         with torch_pass(self.settings):
             if not loss.requires_grad:
@@ -482,7 +486,7 @@ class TorchLoss:
         return int(leaves[-1].shape[0])
 
     def _adds_up(self, raw: Any, prediction: Any, target: Any) -> bool:
-        """Compare the loss of samples with those of their parts; tell whether it was possible. Not collective."""
+        """Compare the loss of samples with the losses of two parts; tell whether this was possible. Not collective."""
         count = self._count(prediction, target)
         wanted = parts_of(target, count, changed=False)
         ways = self.trial.prediction(raw, prediction, count)
