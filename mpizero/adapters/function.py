@@ -37,19 +37,20 @@ class FunctionModel:
         printable strings of any language, such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``. The
         sharded model raises an error for names that a checkpoint cannot hold.
     loss_and_grad : callable
-        ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``. It returns the sum of the losses over
-        the samples, the gradient of that sum by name for every trainable parameter, and the weight of the samples. For
-        a plain mean the weight is the number of samples without padding samples. Loss and weight are one real number
-        each. The gradient of a real parameter is a real array, that of a complex parameter a complex array. ``x`` and
-        ``y`` are NumPy arrays of some consecutive samples of the global batch, alone or in tuples, lists, dictionaries
-        and dataclasses. If the function has a parameter ``run``, it is called with a :class:`~mpizero.types.Run` as
-        this keyword. Its attributes are ``run.samples`` (indices of the samples in the global batch),
-        ``run.first_sample`` (the first of them), ``run.step``, ``run.epoch`` (the argument of ``train``), ``run.seed``,
-        and ``run.training``, which is False in ``evaluate``. Random numbers computed from these attributes are the same
-        on any number of ranks, for example with ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``.
-        The function must not change its arguments: parameters and samples are read-only views, and NumPy raises an
-        error for code that writes to them. Copy an array before changing it (``x = x.copy()``), and also before passing
-        on its bare pointer (``x.ctypes.data``), which no flag protects.
+        ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``. The function returns the sum of the
+        losses over the samples, the gradient of that sum by name for every trainable parameter, and the weight of the
+        samples. For a plain mean the weight is the number of samples without padding samples. Loss and weight are one
+        real number each. The gradient of a real parameter is a real array, that of a complex parameter a complex array.
+        ``x`` and ``y`` are NumPy arrays of some consecutive samples of the global batch, alone or in tuples, lists,
+        dictionaries and dataclasses. If the function has a parameter ``run``, it is called with a
+        :class:`~mpizero.types.Run` as this keyword. The attributes of ``run`` are ``run.samples`` (indices of the
+        samples in the global batch), ``run.first_sample`` (the first of them), ``run.step``, ``run.epoch`` (the
+        argument of ``train``), ``run.seed``, and ``run.training``, which is False in ``evaluate``. Random numbers
+        computed from these attributes are the same on any number of ranks, for example with
+        ``numpy.random.default_rng((run.seed, run.step, run.first_sample))``. The function must not change its
+        arguments: parameters and samples are read-only views, and NumPy raises an error for code that writes to them.
+        Copy an array before changing it (``x = x.copy()``), and also before passing on its bare pointer
+        (``x.ctypes.data``), which no flag protects.
     loss : callable or None
         ``loss(parameters, (x, y)) -> (loss_sum, weight)``: the same loss and weight, without gradients. ``evaluate``
         calls this function, or ``loss_and_grad`` if ``loss`` is None. The function may have a parameter ``run``, as
@@ -75,13 +76,13 @@ class FunctionModel:
     seed : int
         The value of ``run.seed``.
     in_place : bool
-        Whether ``loss_and_grad`` writes its gradients into arrays that it is given, so that nothing is copied. It is
-        then called as ``loss_and_grad(parameters, batch, gradients) -> (loss_sum, weight)``. ``gradients`` has a
-        writable array for each parameter (also for frozen ones, where it is never read), with the shape and data type
-        of the parameter. It holds arbitrary numbers, so the function overwrites every element in every call:
-        ``gradients["weight"][...] = value``, or ``numpy.matmul(..., out=gradients["weight"])``, or compiled code that
-        gets a pointer. The arrays are writable during the call only. Give ``loss``, too: without it ``evaluate`` needs
-        memory for gradients that are not used.
+        Whether ``loss_and_grad`` writes its gradients into arrays that it is given, so that nothing is copied. The
+        function is then called as ``loss_and_grad(parameters, batch, gradients) -> (loss_sum, weight)``. ``gradients``
+        has a writable array for each parameter (also for frozen ones, where it is never read), with the shape and data
+        type of the parameter. The arrays hold arbitrary numbers at first, so the function overwrites every element in
+        every call: ``gradients["weight"][...] = value``, or ``numpy.matmul(..., out=gradients["weight"])``, or compiled
+        code that gets a pointer. The arrays are writable during the call only. Give ``loss``, too: without it
+        ``evaluate`` needs memory for gradients that are not used.
 
     Raises
     ------

@@ -1,9 +1,9 @@
 """Provide numerical kernels: formulas are written once, compiled for CPU and GPU, and checked against plain NumPy.
 
 ``backend(array)`` returns the package of kernels for this kind of array: :mod:`mpizero.kernels.cpu` or
-:mod:`mpizero.kernels.cuda`. Both have the same modules of kernels (``layers``, ``attention``, ``losses``, ``update``,
-``reduction``). These modules are imported on first use, and a kernel is compiled or loaded from disk at its first call.
-``namespace(array)`` returns the array library, NumPy or CuPy.
+:mod:`mpizero.kernels.cuda`. Both packages have the same modules of kernels (``layers``, ``attention``, ``losses``,
+``update``, ``reduction``). These modules are imported on first use, and a kernel is compiled or loaded from disk at its
+first call. ``namespace(array)`` returns the array library, NumPy or CuPy.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ def kernel(
         Number of elements of the last parameter, a 1-D array of temporary memory (on the stack, contents undefined)
         that callers do not pass. 0 means that the kernel has no such parameter.
     names : iterable of str
-        Names of all parameters. They are needed only for a function that takes some of its parameters as ``*args``.
+        Names of all parameters. The names are needed only for a function that takes some of its parameters as
+        ``*args``.
     divided : iterable of str
         Names of arrays of equal length on the first axis, the largest first. The kernel's results at an index of this
         axis depend only on the elements at this index and on arguments that are not divided. So several threads can
@@ -380,7 +381,7 @@ def _inlined(helper: Callable[..., Any]) -> Any:
 def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Any]) -> Any:
     """Return a copy of a function that calls ``wrap(f)`` instead of f, for functions and kernels of this package.
 
-    The package is ``mpizero.kernels``. An :class:`Intrinsic` is replaced by what its ``compiled`` returns.
+    The package is ``mpizero.kernels``. An :class:`Intrinsic` is replaced by the result of its method ``compiled``.
     """
 
     def linked(helper: Any) -> Any:
@@ -822,7 +823,7 @@ class _Entry:
     def _unpacked(data: str, items: str, itemsize: int, shape: list[str], strides: list[str]) -> list[str]:
         """Return the LLVM arguments by which numba passes an array.
 
-        They are: owner and parent (null), number of items, bytes of an item, data, shape, strides in bytes.
+        The arguments are: owner and parent (null), number of items, bytes of an item, data, shape, strides in bytes.
         """
         head = ["ptr null", "ptr null", f"i64 {items}", f"i64 {itemsize}", f"ptr {data}"]
         return head + [f"i64 {number}" for number in (*shape, *strides)]

@@ -14,9 +14,8 @@ able to write to it. Numba's own cache, which stores pickles, is never used.
 folder of machine code and the files in it must belong to this user or root, and nobody else may be able to write to
 them. For the parent folders the rules are weaker. Somebody who can write to one of them could replace the folder of
 machine code, but only by a folder that belongs to them, which is then not accepted. So the parent folders may be
-project folders that a group can write, or ``/tmp`` with its sticky bit. They may not be folders that all users can
-write and that have no sticky bit, and no symbolic link of another user may be on the path, because it may lead
-anywhere.
+project folders that a group can write, or ``/tmp`` with its sticky bit. No parent folder may be writable by all users
+without a sticky bit, and no symbolic link of another user may be on the path, because it may lead anywhere.
 """
 
 from __future__ import annotations
@@ -520,7 +519,7 @@ def load_or_build(path: Path, build: Callable[[], bytes]) -> bytes:
     """Return the machine code stored in the file ``path``.
 
     If the file is missing or damaged, or other users could have written it, one process of the node calls ``build``,
-    which returns the machine code, and stores it with a checksum. The other processes wait for it.
+    which returns the machine code, and stores it with a checksum. The other processes wait for the file.
     """
     if (code := _read(path)) is not None:
         return code

@@ -1,7 +1,7 @@
 """Run the forward pass of a whole MLP or GPT in one kernel.
 
-This is for small batches on a CPU, where calling a NumPy function takes longer than its arithmetic. There is no such
-kernel for GPUs, where the kernels and products of the layers are faster. All parameters are in one flat array,
+These kernels are for small batches on a CPU, where calling a NumPy function takes longer than its arithmetic. There is
+no such kernel for GPUs, where the kernels and products of the layers are faster. All parameters are in one flat array,
 ``params``, in the order in which :mod:`mpizero.nn.models` packs them; a weight has the shape (inputs, outputs).
 """
 

@@ -81,7 +81,7 @@ def require_threads(threads: int) -> None:
 def key_data(run: Run, number: int) -> Array:
     """Return two integers of 32 bits from which :func:`make_key` makes the key of block ``number``. Not collective.
 
-    The integers depend on the seed, the step and the first sample of ``run``. They are an argument of the compiled
+    The integers depend on the seed, the step and the first sample of ``run``. Both are an argument of the compiled
     function, so that it is compiled only once. There are two, because JAX would cut one of 64 bits to 32 bits unless
     ``jax_enable_x64`` is set.
     """

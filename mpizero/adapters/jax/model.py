@@ -34,7 +34,7 @@ from mpizero.types import EVALUATE, Array, Run
 class JaxModel:
     """Make a model of parameters and a loss written in JAX.
 
-    JAX differentiates and compiles the loss, once for each number of samples of a grain. It computes on the CPU.
+    JAX differentiates and compiles the loss, once for each number of samples of a grain. JAX computes on the CPU.
 
     Parameters
     ----------

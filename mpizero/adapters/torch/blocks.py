@@ -72,7 +72,7 @@ class SavedParameters:
     Attributes
     ----------
     tensors : sequence of torch.Tensor
-        The parameters that are gathered now; the caller sets those of the backward pass before it.
+        The parameters that are gathered now; the caller replaces them before the backward pass.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

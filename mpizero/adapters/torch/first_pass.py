@@ -106,8 +106,8 @@ def recut(parts: InParts) -> InParts:
     """Return ``parts`` with the floating-point tensors of both parts cut from the whole along the axis of samples.
 
     A module rounds samples differently when they are fewer. Later blocks and the loss may amplify such rounding errors,
-    as a small difference of prediction and target does. So they get equal numbers, once the results of this block have
-    been compared.
+    as a small difference of prediction and target does. So the next block gets equal numbers, once the results of this
+    block have been compared.
     """
     cuts: list[dict[int, torch.Tensor]] = [{}, {}]
     for number, axis, (full, first, _) in aligned(parts):
@@ -433,7 +433,7 @@ class FirstPass:
             )
 
     def follows(self, count: int, *, new: bool) -> bool:
-        """Tell whether to compute ``count`` samples in parts: if their kind is ``new``, or no samples were so far."""
+        """Tell whether to compute ``count`` samples in parts: if their kind is ``new``, or if none were before."""
         return not self.trial.done and count > 0 and (new or not self._followed)
 
     def follow(self, fresh: Callable[[], ModuleCopy], x: Any, count: int, *, training: bool) -> None:

@@ -80,10 +80,10 @@ class TorchModel:
         PyTorch's generator seeded by ``seed``, and again for each sharded model, for its start values; so no rank keeps
         a copy of them. All parameters must be float32, or all float64.
     loss : callable
-        ``loss(prediction, target)``, on tensors. It returns the sum of the losses over samples, or that sum and its
-        weight; the weight is otherwise the number of samples. ``torch.nn.CrossEntropyLoss(reduction="sum")`` is such a
-        loss. If it has a parameter ``module``, it is given the module that is trained, for a penalty on weights or
-        another pass; if it has a parameter ``x``, it is given the module's input, by which the prediction can be
+        ``loss(prediction, target)``, on tensors. The loss returns the sum over samples, or that sum and its weight;
+        otherwise the weight is the number of samples. ``torch.nn.CrossEntropyLoss(reduction="sum")`` is such a loss. If
+        the loss has a parameter ``module``, it is given the module that is trained, for a penalty on weights or another
+        pass; if it has a parameter ``x``, it is given the module's input, with respect to which the prediction can be
         differentiated. Module and loss then form a model of one function, without blocks. Multiply a term that does not
         depend on the samples by their number.
     blocks : nn.Sequential, list of submodules and names, or None
@@ -106,8 +106,8 @@ class TorchModel:
     compare_forward : bool
         Whether the first samples, in training and in evaluation, also run through the module's own ``forward``, which
         must compute what the blocks compute. A module without a ``forward``, and an ``nn.Sequential`` whose children
-        are the blocks, are not run. Also whether the first samples run in two parts, whose results must be those of the
-        samples together. Give False if one of these results is meant to differ.
+        are the blocks, are not run. The argument also says whether the first samples run in two parts, whose results
+        must be those of the samples together. Give False if one of these results is meant to differ.
     activation_checkpointing : collection of str
         Names, or shell patterns, of blocks of which only the input is kept for the backward pass. The backward pass
         runs these blocks again, with the same random numbers, so results have the same bits.

@@ -89,9 +89,9 @@ def split_heads(x: Array, bias: Array, head: int, sample: int, out: Array) -> No
 
     Each row of ``x`` holds the features of one position of a sequence; there are ``length`` rows per sample. A row
     consists of ``kinds`` equal parts one after the other, for example queries, keys and values, and each part holds all
-    heads. ``out`` is (kinds, samples, heads, length, size), where ``size`` is the number of features of a head. Its
-    head h is head ``head + h`` of ``x``, and its sample ``sample + s`` is sample s of ``x``; its other samples do not
-    change. ``bias`` is added to every row of ``x``; if it has no elements, nothing is added.
+    heads. ``out`` is (kinds, samples, heads, length, size), where ``size`` is the number of features of a head. Head h
+    of ``out`` is head ``head + h`` of ``x``; sample ``sample + s`` of ``out`` is sample s of ``x``; other samples of
+    ``out`` do not change. ``bias`` is added to every row of ``x``; if it has no elements, nothing is added.
     """
     kinds, _, heads, length, size = out.shape
     rows, columns = x.shape

@@ -7,8 +7,8 @@ first reduced to h = (its size) / 8 sums: sum j adds elements j, j + h, j + 2 h,
 h sums. At last the sums of the blocks are added in order.
 
 In layer and root-mean-square normalization, rows are samples or positions of sequences. The variance of a row is
-computed in two passes, first the mean and then the mean square of the differences from it. So it loses no digits by
-cancellation.
+computed in two passes, first the mean and then the mean square of the differences from it. So the variance loses no
+digits by cancellation.
 
 Activation functions, bias additions and column sums follow. Their kernels write the results of 256 elements to a
 temporary array and then copy them to the output. So an output may be one of the inputs, and LLVM still vectorizes the

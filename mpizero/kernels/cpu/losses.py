@@ -105,9 +105,9 @@ def softmax_cross_entropy_backward(
 def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Array, scratch: Array) -> None:
     """Write the terms of each row's loss that come from a part of the classes to ``terms``.
 
-    Column j of ``logits`` belongs to class ``first + j``. ``terms`` is (3, rows). It receives, for each row of
-    ``logits``: the largest logit (-inf if the part has no classes), the sum of exp(logit - largest), and the target's
-    logit, or 0 if the part does not have the target. All three are 0 for a negative target.
+    Column j of ``logits`` belongs to class ``first + j``. ``terms`` (3, rows) receives, for each row of ``logits``: the
+    largest logit (-inf if the part has no classes), the sum of exp(logit - largest), and the target's logit, or 0 if
+    the part does not have the target. All three are 0 for a negative target.
     """
     T = logits.dtype.type  # noqa: N806
     rows, classes = logits.shape
@@ -126,7 +126,7 @@ def partial_cross_entropy(logits: Array, targets: Array, first: int, terms: Arra
 def merged_cross_entropy(terms: Array, targets: Array, merged: Array, losses: Array) -> None:
     """Compute each row's loss, and the numbers that its gradient needs, from the terms of all parts of the classes.
 
-    ``terms`` is (parts, 3, rows), as :func:`partial_cross_entropy` writes it for each part. ``merged`` is (2, rows). It
+    ``terms`` is (parts, 3, rows), as :func:`partial_cross_entropy` writes it for each part. ``merged`` (2, rows)
     receives, for each row, the largest logit of all classes, and 1 / (sum of exp(logit - largest)). Sums are added in
     the order of the parts. The loss and both numbers are 0 for a negative target.
     """

@@ -1,10 +1,10 @@
 """Sum in one fixed order, find infinite and NaN values, and draw random numbers, on the CPU.
 
-Sums are the same on any number of ranks. Their order is a binary tree over the index of the elements: node(level, i) =
-node(level - 1, 2 i) + node(level - 1, 2 i + 1), where a node without a right child equals its left child. All sums are
-in float64. A block of ``BLOCK`` elements (a power of two, so a block is a node of the tree) is summed level by level,
-which vectorizes. The sums of the blocks are kept in a binary counter: entry k is a node over 2**k blocks, and two nodes
-of one level are added as soon as both exist.
+Sums are the same on any number of ranks. The order of additions is a binary tree over the index of the elements:
+node(level, i) = node(level - 1, 2 i) + node(level - 1, 2 i + 1), where a node without a right child equals its left
+child. All sums are in float64. A block of ``BLOCK`` elements (a power of two, so a block is a node of the tree) is
+summed level by level, which vectorizes. The sums of the blocks are kept in a binary counter: entry k is a node over
+2**k blocks, and two nodes of one level are added as soon as both exist.
 
 Random numbers are counter-based (Philox 4x32-10), computed for several Philox blocks of four words at a time.
 """

@@ -4,9 +4,9 @@ The kernels of optimizers update elements ``start`` to ``stop - 1`` of flat arra
 that the formula needs, which :mod:`mpizero.optim` computes for every step.
 
 :func:`tree_sum` sums rows of gradients by a tree program, and divides. Kernels whose names end in ``_tree`` sum, divide
-and update in one pass over memory. Their results have the same bits as two calls, of ``tree_sum`` and of the
-optimizer's kernel, whose scalars are in ``hyper``. Their decorator replaces the parameter ``total`` by ``rows``,
-``first``, ``program`` and ``divisor``.
+and update in one pass over memory. Their results have the same bits as those of two calls, of ``tree_sum`` and of the
+optimizer's kernel, whose scalars are in ``hyper``. The decorator of such kernels replaces the parameter ``total`` by
+``rows``, ``first``, ``program`` and ``divisor``.
 
 A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
 pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds

@@ -24,9 +24,9 @@ operation as on the CPU.
 
 [Note: contraction] NVVM contracts ``a * b + c`` to one operation, rounded once, wherever it finds that. What it finds
 depends on the code around: a formula could give different bits in two kernels, or in two branches of one kernel. A
-single rank updates by other kernels than several ranks, and their bits must be equal. So contraction is off. It would
-save little time, because these kernels are limited by memory bandwidth. (Link-time optimization is off, too: it would
-contract after NVVM, and gains nothing, since NVVM sees a kernel and its helper functions together.)
+single rank updates by other kernels than several ranks, and their bits must be equal. So contraction is off.
+Contraction would save little time, because these kernels are limited by memory bandwidth. (Link-time optimization is
+off, too: it would contract after NVVM, and gains nothing, since NVVM sees a kernel and its helper functions together.)
 """
 
 from __future__ import annotations

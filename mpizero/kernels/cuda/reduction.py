@@ -2,7 +2,7 @@
 
 Sums have the order of one fixed binary tree, as on the CPU. One thread sums ``TILE`` neighbouring elements, which is a
 node of the tree because ``TILE`` is a power of two. The next kernel sums ``TILE`` neighbouring nodes in the same way,
-until one node is left. The bits are those of the CPU kernels.
+until one node is left. The results have the bits of the CPU kernels.
 
 Random numbers are counter-based (Philox 4x32-10): one thread per Philox block, or per permuted index.
 """
