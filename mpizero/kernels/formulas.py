@@ -137,7 +137,7 @@ def lamb_apply(w: Scalar, u: Scalar, rate: Scalar) -> Scalar:
 
 
 def ema(average: Scalar, w: Scalar, rate: Scalar) -> Scalar:
-    """Return the new exponential moving average of a weight ``w``: the old one, moved towards ``w`` by the share ``rate``."""
+    """Return the new exponential moving average of a weight ``w``: the old one, moved towards ``w`` by ``rate``."""
     return average + rate * (w - average)
 
 
