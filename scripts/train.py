@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 
-from mpi4py import MPI
-
 import mpizero as mz
 
 
@@ -24,11 +22,10 @@ def main() -> None:
     parser.add_argument("--save", default="", help="folder for the trained model")
     args = parser.parse_args()
 
-    config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=2)
     source = mz.data.TextSource(args.text, sequence=64)
     gpt = mz.nn.GPT(dim=args.dim, layers=2, heads=4, sequence=64)
-    with mz.distribute(gpt, mz.AdamW(lr=args.lr), "fsdp", config=config) as model:
-        for x, y in mz.data.batches(source, config, global_batch=args.batch, seed=0, steps=args.steps):
+    with mz.distribute(gpt, mz.AdamW(lr=args.lr), "fsdp", config=mz.Config(micro_batch=2)) as model:
+        for x, y in mz.data.batches(source, model, global_batch=args.batch, seed=0, steps=args.steps):
             loss = model.train(x, y)  # forward, backward, exact sum over ranks, sharded update
             if model.rank == 0 and model.optimizer.step_count % 10 == 0:
                 print(f"step {model.optimizer.step_count}: loss {loss:.4f}", flush=True)
