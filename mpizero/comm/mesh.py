@@ -56,6 +56,9 @@ class ProcessGrid(NodeOrder):
         The ranks of ``data`` that share memory with this one, in rank order.
     inter_node : Communicator
         The ranks of ``data`` with the same number inside their nodes, one per node, in the order of ``nodes``.
+    gradients : Communicator
+        The ranks of ``inter_node`` again, for sums of gradients, whose exchanges begin while ranks compute. Parameters
+        are gathered over ``inter_node``, so the order of the two kinds of messages may differ from rank to rank.
     nodes : tuple of tuple of int
         For every node of the data group, its ranks, numbered as in ``data``; nodes are ordered by their first rank.
     position : tuple of int
@@ -86,6 +89,7 @@ class ProcessGrid(NodeOrder):
     model: Communicator
     node: Communicator
     inter_node: Communicator
+    gradients: Communicator
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
     is_open: bool = field(default=True, init=False)
@@ -142,11 +146,14 @@ class ProcessGrid(NodeOrder):
         if host is not None and host is not node:
             host.close()
         position = node_major(nodes)
-        inter_node = alone if len(nodes) == 1 else data.split(node.rank, key=position[data.rank], name="inter_node")
+        inter_node, gradients = (
+            alone if len(nodes) == 1 else data.split(node.rank, key=position[data.rank], name=name)
+            for name in ("inter_node", "gradients")
+        )
         coordinates = axes.coordinates(world.rank)
         return cls(
-            world, axes, coordinates, **groups, node=node, inter_node=inter_node, nodes=nodes, position=position,
-            _ranks_per_node=ranks_per_node,
+            world, axes, coordinates, **groups, node=node, inter_node=inter_node, gradients=gradients, nodes=nodes,
+            position=position, _ranks_per_node=ranks_per_node,
         )  # fmt: skip
 
     @property
@@ -185,7 +192,7 @@ class ProcessGrid(NodeOrder):
     @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
         """The communicators that the grid has made (not ``world``), each once, in the same order on every rank."""
-        communicators = (*(getattr(self, name) for name in GROUPS), self.node, self.inter_node)
+        communicators = (*(getattr(self, name) for name in GROUPS), self.node, self.inter_node, self.gradients)
         return tuple({id(communicator): communicator for communicator in communicators}.values())
 
     @property

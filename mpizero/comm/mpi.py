@@ -383,9 +383,14 @@ class MpiCommunicator(Communicator):
         more. Alltoallw takes a datatype for each rank, so a rank can describe distant blocks by derived datatypes and
         still use the same collective. For small buffers Alltoallw is as fast as Alltoallv (measured, MPICH, 2-8 ranks).
 
+        [Note: own block] This rank copies the block that it sends to itself: in a non-blocking collective MPI would
+        move it by pieces of a few KB, one each time that the rank tests (MPICH 5: 148 tests for 1 MB between two hosts,
+        18 without the own block).
+
         [Note: long blocks] Only the sender and the receiver of a block know its length. If a block is longer than one
         message, its first piece is sent in the collective, and the rest by point-to-point messages.
         """
+        send, recv = self._without_own(send, recv)
         derived: list[MPI.Datatype] = []
         rest = self._rest(self._comm.Irecv, recv) + self._rest(self._comm.Isend, send)
         try:
@@ -394,6 +399,16 @@ class MpiCommunicator(Communicator):
             for datatype in derived:
                 datatype.Free()
         return rest if begun is None else [*rest, begun]
+
+    def _without_own(self, send: _Blocks, recv: _Blocks) -> tuple[_Blocks, _Blocks]:
+        """Copy the block that this rank sends to itself, and return the blocks with 0 as its length."""
+        (values, send_counts, send_starts), (target, recv_counts, recv_starts) = send, recv
+        if count := send_counts[self.rank]:
+            start, to = send_starts[self.rank], recv_starts[self.rank]
+            target.reshape(-1)[to : to + count] = values.reshape(-1)[start : start + count]
+        send_counts, recv_counts = ([*counts] for counts in (send_counts, recv_counts))
+        send_counts[self.rank] = recv_counts[self.rank] = 0
+        return (values, send_counts, send_starts), (target, recv_counts, recv_starts)
 
     def _rest(self, start: Callable[..., MPI.Request], blocks: _Blocks) -> list[MPI.Request]:
         """Call ``start`` (Isend or Irecv) for all but the first piece of each long block; return the requests."""

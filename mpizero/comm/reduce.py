@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import lru_cache, partial
+from itertools import accumulate, cycle
+from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -41,12 +43,20 @@ from mpizero.types import Array
 #: Default for the number of elements that one segment of an exchange moves; it bounds the size of the buffers.
 EXCHANGE_ELEMENTS = 1 << 19
 
+#: Segments of an exchange that are in flight at a time: MPI moves data between nodes mostly while a rank tests, and as
+#: much then as has been begun.
+IN_FLIGHT = 8
+#: Seconds that a test takes in which MPI has moved data (without it: 1 to 10 us), and how long a rank goes on testing.
+_MOVED, _TESTING = 15e-6, 2e-3
+
 #: ``scratch(name, size, dtype)`` returns a message buffer, which is valid until the next call with the same name.
 Scratch = Callable[[str, int, Any], Array]
+#: Adds the rows of a segment that has arrived.
+Take = Callable[[Iterator["RowRange"]], None]
 
 
-def in_flight(elements: int | None) -> int:
-    """Return how many elements may be sent at once: ``elements``, or the default if that is None. Not collective."""
+def bucket_size(elements: int | None) -> int:
+    """Return the number of elements of a bucket: ``elements``, or the default if that is None. Not collective."""
     return elements or EXCHANGE_ELEMENTS
 
 
@@ -61,14 +71,14 @@ def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
     counts : sequence of int
         Number of partial sums that each group sends.
     elements : int or None
-        Number of elements that may be in flight at once; None is :data:`EXCHANGE_ELEMENTS`.
+        Number of elements of a bucket; None is :data:`EXCHANGE_ELEMENTS`.
     """
-    return max(1, in_flight(elements) // max(1, sum(counts), max(counts) * len(counts)))
+    return max(1, bucket_size(elements) // max(1, sum(counts), max(counts) * len(counts)))
 
 
 def gather_step(ranks: int, elements: int | None = None) -> int:
     """Return how many elements each of ``ranks`` ranks sends in one segment of a gather. Not collective."""
-    return max(1, in_flight(elements) // ranks)
+    return max(1, bucket_size(elements) // ranks)
 
 
 class RowsToSum(NamedTuple):
@@ -133,9 +143,10 @@ class ExactExchange:
         decompresses them and adds in float32; partial sums that stay on their rank are not compressed. With a codec the
         result depends on the number of ranks.
     scratch : Scratch
-        Provides the buffers: at most ``2 * elements`` elements and, with a codec, as many compressed ones.
+        Provides the buffers: at most ``2 * elements`` elements for each of the :data:`IN_FLIGHT` segments, and with a
+        codec as many compressed ones.
     elements : int or None
-        Number of elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
+        Number of elements of one segment, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
 
     def __init__(
@@ -152,8 +163,17 @@ class ExactExchange:
         if self.comm.size == 1:
             yield from _in_place(rows.values, rows.ranges[0])
             return
-        for segment in self.segments(rows):
-            yield from self.begin_segment(segment, wait=True).pieces()
+        segments = list(self.segments(rows))
+        if len(segments) == 1:
+            yield from self.begin_segment(segments[0], wait=True).pieces()
+            return
+        arriving: deque[Arriving] = deque()
+        for number, segment in enumerate(segments):
+            if len(arriving) == IN_FLIGHT:
+                yield from arriving.popleft().pieces()
+            arriving.append(self.begin_segment(segment, buffers=number % IN_FLIGHT))
+        for segment_rows in arriving:
+            yield from segment_rows.pieces()
 
     def segments(self, rows: RowsToSum) -> Iterator[Segment]:
         """Yield the segments of the exchange of ``rows``, each small enough for the buffers. Not collective."""
@@ -169,11 +189,10 @@ class ExactExchange:
                 left = [residual[low : low + step] for residual in rows.residuals] if form else []
                 yield Segment(rows.values, windows, counts, sums, rows.tag, residuals=left, codec=form)
 
-    def begin_segment(self, segment: Segment, *, wait: bool = False) -> Arriving:
+    def begin_segment(self, segment: Segment, *, wait: bool = False, buffers: int = 0) -> Arriving:
         """Compute this rank's partial sums of a segment and start to exchange them.
 
-        Collective over ``comm``. When this returns, the segment's rows have been read and may be overwritten. There
-        are buffers for one segment only, so the received partial sums must be added before the next segment begins.
+        Collective over ``comm``. When this returns, the segment's rows have been read and may be overwritten.
 
         Parameters
         ----------
@@ -181,33 +200,42 @@ class ExactExchange:
             The segment, one of those from :meth:`segments`.
         wait : bool
             True to return only when all messages have arrived.
+        buffers : int
+            Number of the buffers to use, from 0 to ``IN_FLIGHT - 1``. The partial sums of the segment that has used
+            them before must have been added.
         """
-        return self._plain(segment, wait) if segment.codec is None else self._packed(segment, segment.codec, wait)
+        scratch = partial(self._numbered, buffers)
+        if segment.codec is None:
+            return self._plain(segment, wait, scratch)
+        return self._packed(segment, segment.codec, wait, scratch)
 
-    def _plain(self, segment: Segment, wait: bool) -> Arriving:
+    def _numbered(self, buffers: int, name: str, size: int, dtype: Any) -> Array:
+        return self.scratch(f"{name} {buffers}" if buffers else name, size, dtype)
+
+    def _plain(self, segment: Segment, wait: bool, scratch: Scratch) -> Arriving:
         """Start to exchange a segment's partial sums without compression. Collective over ``comm``."""
         widths, counts, me = segment.widths, segment.counts, self.comm.rank
-        send = self.scratch("send", counts[me] * sum(widths), segment.rows.dtype)
+        send = scratch("send", counts[me] * sum(widths), segment.rows.dtype)
         position = 0
         for peer, width in enumerate(widths):
             for number in range(counts[me]):
                 segment.add(peer, number, send[position : position + width])
                 position += width
-        recv = self.scratch("receive", sum(counts) * widths[me], segment.rows.dtype)
+        recv = scratch("receive", sum(counts) * widths[me], segment.rows.dtype)
         send_counts, recv_counts = [counts[me] * w for w in widths], [c * widths[me] for c in counts]
         request = self._exchange(send, send_counts, recv, recv_counts, segment.tag, wait)
         return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), segment.windows[me])
 
-    def _packed(self, segment: Segment, codec: Codec, wait: bool) -> Arriving:
+    def _packed(self, segment: Segment, codec: Codec, wait: bool, scratch: Scratch) -> Arriving:
         """Start to exchange a segment's partial sums, compressed by ``codec`` except those that stay on this rank.
 
         Collective over ``comm``.
         """
         widths, counts, me = segment.widths, segment.counts, self.comm.rank
         sizes = [0 if peer == me else codec.packed(width) for peer, width in enumerate(widths)]
-        send = self.scratch("packed send", counts[me] * sum(sizes), np.uint8)
+        send = scratch("packed send", counts[me] * sum(sizes), np.uint8)
         others = max(width for peer, width in enumerate(widths) if peer != me)
-        values = self.scratch("send", others if counts[me] else 0, segment.rows.dtype)
+        values = scratch("send", others if counts[me] else 0, segment.rows.dtype)
         position = 0
         for peer, size in enumerate(sizes):
             for number in range(counts[me] if size else 0):
@@ -216,8 +244,8 @@ class ExactExchange:
                 position += size
         arriving = codec.packed(widths[me])
         recv_counts = [0 if peer == me else count * arriving for peer, count in enumerate(counts)]
-        recv = self.scratch("packed receive", sum(recv_counts), np.uint8)
-        matrix = self.scratch("receive", sum(counts) * widths[me], segment.rows.dtype).reshape(sum(counts), widths[me])
+        recv = scratch("packed receive", sum(recv_counts), np.uint8)
+        matrix = scratch("receive", sum(counts) * widths[me], segment.rows.dtype).reshape(sum(counts), widths[me])
         local_rows = range(sum(counts[:me]), sum(counts[: me + 1]))
         for number, row in enumerate(local_rows):
             segment.add(me, number, matrix[row])
@@ -313,6 +341,91 @@ class Arriving:
         for position, span in self._window:
             yield RowRange(rows, column, span.start, position, span.size)
             column += span.size
+
+
+def test_while_moving(test: Callable[[], bool]) -> bool:
+    """Call ``test``, which lets MPI make progress, as long as MPI has data to move; return what it has returned last.
+
+    Not collective. A test moves as much as the network takes at once. While a test has taken so long that it must have
+    moved something, there may be more.
+    """
+    limit = perf_counter() + _TESTING
+    while True:
+        begun = perf_counter()
+        if test():
+            return True
+        if (now := perf_counter()) - begun < _MOVED or now > limit:
+            return False
+
+
+class SegmentQueue:
+    """Exchange segments in the order in which they are added, up to :data:`IN_FLIGHT` at a time.
+
+    A segment begins when there is room for it, so all ranks begin the same segments in the same order, but not at the
+    same time. No other collective may use the communicator of ``exchange`` until the queue is empty.
+
+    [Note: what has begun] A segment arrives when the peers have begun it, too, and a rank that waits in another call
+    begins none. A rank that waits in :meth:`begin` or :meth:`finish` is further in the step than a peer that waits
+    elsewhere. Whatever that peer, or another rank of its node, waits for there has begun on all ranks of this node,
+    because they have passed the node's barrier after it. So the peer goes on.
+
+    Parameters
+    ----------
+    exchange : ExactExchange
+        Exchanges the segments.
+    """
+
+    def __init__(self, exchange: ExactExchange) -> None:
+        self._exchange, self._buffers = exchange, cycle(range(IN_FLIGHT))
+        self._waiting: deque[tuple[Segment, Take]] = deque()
+        self._in_flight: deque[tuple[Arriving, Take]] = deque()
+
+    def __bool__(self) -> bool:
+        """Tell whether segments wait or are in flight."""
+        return bool(self._waiting or self._in_flight)
+
+    def add(self, segments: Iterable[Segment], take: Take) -> None:
+        """Exchange more segments, and call ``take`` for each with the rows that this rank has to add.
+
+        Their rows must not be overwritten before :meth:`begin` has returned. Collective over the exchange's ranks.
+        """
+        self._waiting.extend((segment, take) for segment in segments)
+        self._fill()
+
+    def begin(self) -> None:
+        """Wait until the messages of all segments have begun: until their rows have been read. Not collective."""
+        while self._waiting:
+            self._take()
+            self._fill()
+
+    def poll(self) -> None:
+        """Let messages progress while MPI has data to move, and begin the segments for which there is room then.
+
+        Not collective.
+        """
+        while self._in_flight and test_while_moving(self._in_flight[0][0].test):
+            self._take()
+            self._fill()
+
+    def finish(self) -> None:
+        """Wait until all segments have been exchanged and their rows added. Not collective.
+
+        The next segment uses the first buffers again, so that the buffers' sizes do not vary from step to step.
+        """
+        while self:
+            self._take()
+            self._fill()
+        self._buffers = cycle(range(IN_FLIGHT))
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._in_flight) < IN_FLIGHT:
+            segment, take = self._waiting.popleft()
+            arriving = self._exchange.begin_segment(segment, buffers=next(self._buffers))
+            self._in_flight.append((arriving, take))
+
+    def _take(self) -> None:
+        arriving, take = self._in_flight.popleft()
+        take(arriving.pieces())
 
 
 #: Some elements that a rank owns: their position in the concatenation of all that it owns, and their range.
@@ -431,9 +544,24 @@ def begin_gather(
     comm, send, target, spans
         As for :func:`gather_spans`. Every rank has the same number of spans; some may be empty.
     """
-    columns = [(values, [group[index] for group in spans]) for index, values in enumerate(send)]
-    filled = [(values, column) for values, column in columns if any(span.size for span in column)]
-    return Gathering([comm.igather_spans(values, target, column, "gather") for values, column in filled])
+    requests = []
+    for index, values in enumerate(send):
+        column = [group[index] for group in spans]
+        first = column[comm.rank].start
+        for piece in pieces_of(column):
+            own = values[slice(*piece[comm.rank].shift(-first))]
+            requests.append(comm.igather_spans(own, target, piece, "gather"))
+    return Gathering(requests)
+
+
+def pieces_of(spans: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
+    """Cut the spans that ranks own into the pieces that they gather at once, a part of each rank's span in each piece.
+
+    Not collective. A long message moves in few parts while ranks compute; several shorter ones move together.
+    """
+    step = gather_step(len(spans))
+    for low in range(0, max(span.size for span in spans), step):
+        yield tuple(span.intersect(Span(0, step).shift(span.start + low)) for span in spans)
 
 
 def gather_spans(

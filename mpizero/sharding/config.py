@@ -73,12 +73,12 @@ class Placement:
 
         See [Note: rounds in a context group].
         """
-        return replace(self, in_rounds=True, one_unit=False) if contexts > 1 and self.shard_optimizer else self
+        return replace(self, in_rounds=True) if contexts > 1 and self.shard_optimizer else self
 
 
 PLACEMENTS = {
     "ddp": Placement("DDP", "DDP", False, False, False, True, False),
-    "zero1": Placement("ZeRO-1", "ZeRO-1", False, False, True, True, False),
+    "zero1": Placement("ZeRO-1", "ZeRO-1", False, False, True, False, False),
     "zero2": Placement("ZeRO-2", "ZeRO-2", False, True, True, False, True),
     "zero3": Placement("ZeRO-3", "ZeRO-3", True, True, True, False, True),
     "fsdp": Placement("FSDP", "ZeRO-3", True, True, True, False, True),
@@ -220,9 +220,9 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         parameter (docs/nodes.md). With compression, results on different numbers of ranks are no longer equal to the
         bit.
     bucket_mb : float or None
-        MiB of partial sums of gradients that are in flight between nodes (between ranks if they share no memory) at
-        once; the message buffers take up to twice as much. None is 2^19 elements. The size changes neither results nor
-        how many bytes are sent.
+        MiB of a bucket: of partial sums of gradients that nodes (ranks if they share no memory) exchange at once. Up
+        to eight buckets are in flight, and the message buffers of each take up to twice its size. None is 2^19
+        elements. The size changes neither results nor how many bytes are sent.
     threads : int
         Number of threads that compiled kernels and BLAS use on each rank.
     check_every : int
@@ -507,12 +507,10 @@ def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder,
 
 
 def overlaps_reduction(placement: Placement, nodes: int, stages: int, codec: Codec | None) -> bool:
-    """Tell whether a model of blocks sums its gradients over nodes during the backward pass (DDP).
+    """Tell whether a model of blocks sums its rows over nodes during the backward pass (DDP and ZeRO-1).
 
-    This needs replicated optimizer state: with ZeRO-1 only the owner of an element needs its sum, and since shards are
-    contiguous, all ranks would send to the same owner at a time during the backward pass. There is no overlap with
-    compression, because its results depend on where messages are cut. There is no overlap in pipelines either, because
-    their stages end their last micro-batches at different times.
+    There is no overlap with compression, because its results depend on where messages are cut. There is no overlap in
+    pipelines either, because their stages end their last micro-batches at different times.
 
     Parameters
     ----------
@@ -523,8 +521,7 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, codec: Cod
     codec : Codec or None
         The codec that compresses messages; None without compression.
     """
-    replicated = not (placement.in_rounds or placement.shard_optimizer) and nodes > 1
-    return replicated and stages == 1 and codec is None
+    return not placement.in_rounds and nodes > 1 and stages == 1 and codec is None
 
 
 def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:

@@ -14,11 +14,10 @@ their sum.
 gradient vector. A :class:`ReduceScatterBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack*
 has *levels*, each as long as this rank's shard of the gradient vector.
 
-[Note: buckets] A bucket is the part of the gradients that is in flight between peers at once: one segment of the
-exchange in ``comm/reduce.py``. The bucket size decides into how many messages an exchange is cut, and how much of one
-unit's gradients can be sent during the backward pass of the next unit. The bucket size changes neither the number of
-bytes sent nor the results. All ranks use the same size in the same step, so they cut an exchange into equally many
-segments.
+[Note: buckets] A bucket is the part of the gradients that peers exchange at once: one segment of the exchange in
+``comm/reduce.py``, of which a few are in flight at a time (``SegmentQueue``). The bucket size decides into how many
+messages an exchange is cut. It changes neither the number of bytes sent nor the results. All ranks use the same size in
+the same step, so they cut an exchange into equally many segments.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ from mpizero import kernels
 from mpizero._util.pytree import map_leaves
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.reduce import (
-    Arriving,
     Codec,
     ExactExchange,
     Gathering,
     RowRange,
     RowsToSum,
     Segment,
+    SegmentQueue,
     begin_gather,
+    bucket_size,
     exchange_step,
     gather_packed,
     gather_spans,
-    in_flight,
     program_array,
     tree_sum,
 )
@@ -339,7 +338,7 @@ class ReduceScatterBuffer:
         self._planned = lru_cache(CACHED_PLANS)(partial(round_plan, groups=self.grid.group_sizes))
         self._views: dict[tuple[int, int], Any] = {}
         self._next = self._root = 0
-        self._in_flight: _InFlight | None = None
+        self._queue = SegmentQueue(exchange)
         self._one = np.ones(1, self.dtype)
         store.progress.register("rounds", self.poll)
 
@@ -374,18 +373,15 @@ class ReduceScatterBuffer:
 
     def poll(self) -> None:
         """Let partial sums that are in flight between peers progress. Not collective."""
-        if self._in_flight is not None:
-            self._in_flight.arriving.test()
+        if self._queue:
+            self._queue.poll()
 
     def finish(self) -> None:
         """Wait for the partial sums in flight and add them to the stack. Not collective.
 
-        [Note: sums in flight] in :meth:`reduce_scatter` says when partial sums are in flight.
+        [Note: sums in flight] in :meth:`reduce_scatter` says when they are in flight.
         """
-        if self._in_flight is not None:
-            pending, self._in_flight = self._in_flight, None
-            for piece in pending.arriving.pieces():
-                self._merge(piece, pending.base + piece.position, pending.programs, pending.arrivals)
+        self._queue.finish()
 
     def operands(self) -> Operands:
         """Return the stack, the tree program that reads the level with this rank's final sums, and that level.
@@ -430,11 +426,12 @@ class ReduceScatterBuffer:
 
         Collective over the data group.
 
-        [Note: sums in flight] With several peers, the last segment of a unit's exchange stays in flight while the next
-        unit is computed. Before the next exchange begins, the buffer waits for that segment and adds it to the stack.
-        So one segment is in flight at a time, in the order of units and rounds.
+        [Note: sums in flight] With several peers, the segments of a unit's exchange are in flight while the next unit
+        is computed, in the order of units and rounds. A slot holds the gradients of a unit until all of its segments
+        have begun. Where there are two slots, that is before the barrier of the next unit, after which the slot is
+        written again; where there is only one, it is at once.
         """
-        self.finish()
+        self._queue.begin()
         self.memory.barrier("unit gradients")
         rows = self.slots[self._next]
         ranges = [(s.flat_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shards]
@@ -443,13 +440,17 @@ class ReduceScatterBuffer:
         residuals = self.exchange.residuals(unit.index)
         exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
         to_sum = RowsToSum(rows, ranges, this_round.group_programs, "unit gradients", residuals, exact)
-        if self.exchange.comm.size == 1:
-            for piece in self.exchange.pieces(to_sum):
+
+        def merge(pieces: Iterable[RowRange]) -> None:
+            for piece in pieces:
                 self._merge(piece, base + piece.position, programs, this_round.arrivals)
+
+        if self.exchange.comm.size == 1:
+            merge(self.exchange.pieces(to_sum))
         else:
-            for segment in self.exchange.segments(to_sum):
-                self.finish()
-                self._in_flight = _InFlight(self.exchange.begin_segment(segment), base, programs, this_round.arrivals)
+            self._queue.add(self.exchange.segments(to_sum), merge)
+        if len(self.slots) == 1:
+            self._queue.begin()
         self._next = (self._next + 1) % len(self.slots)
         if self._in_place and unit.index == 0:
             self.memory.barrier("gradients in place")
@@ -460,19 +461,6 @@ class ReduceScatterBuffer:
         for level, program in programs:
             out = self.stack[level, at : at + piece.size]
             fused.tree_sum(rows, piece.first, self.stack, at, program, self._one, out, 0, piece.size)
-
-
-class _InFlight(NamedTuple):
-    """Hold partial sums of a unit's gradients that are in flight, and how they are added to this rank's stack.
-
-    ``base`` is the index, in this rank's shard, of the unit's first element. ``programs`` are pairs of the number of a
-    level of the stack and the tree program that computes it. ``arrivals`` is the number of partial sums that arrive.
-    """
-
-    arriving: Arriving
-    base: int
-    programs: Sequence[tuple[int, Array]]
-    arrivals: int
 
 
 class AllReduceBuffer:
@@ -695,7 +683,8 @@ class AllReduceBuffer:
         and all of them are divided.
         """
         if self.overlapped is not None:
-            for span in (span for spans in self._ranges for span in spans):
+            summed = self._ranges if self.exchange.replicated else [self._ranges[self.exchange.comm.rank]]
+            for span in (span for spans in summed for span in spans):
                 for part, averaged in span.split(self.layout.averages):
                     values = self.row(0)[part.start : part.stop]
                     np.divide(values, divisors.of(averaged=averaged), out=values)
@@ -786,12 +775,12 @@ GradientReducer = ReduceScatterBuffer | AllReduceBuffer
 class OverlappedReduction:
     """Sum the rows of one step over the peers, bucket by bucket, while blocks end their backward pass.
 
-    [Note: buckets of rows] A row is cut into buckets from its end, because the backward pass goes from the last block
-    to the first. A bucket's partial sums are exchanged as soon as every block in it has finished its backward pass on
-    all ranks of the node; a barrier of the node makes sure of that. Each peer sums an equal part of the bucket. (A
-    reduction at the end of a step lets each peer sum the elements of its shard instead. But all elements of one bucket
-    may be in one shard, and then all ranks would send to one peer.) Then each peer sends its part of the sums to all
-    peers, into their first rows. One exchange of partial sums is in flight at a time, and any number of all-gathers of
+    [Note: buckets of rows] A row is cut into buckets, which are exchanged from its end, because the backward pass goes
+    from the last block to the first. A bucket's partial sums are exchanged as soon as every block in it has finished
+    its backward pass on all ranks of the node; a barrier of the node makes sure of that. With ZeRO-1 a bucket is a
+    unit, of which each peer sums what it owns. With DDP all buckets have one size, and each peer sums an equal part of
+    each, since the elements of a bucket may all be in one shard; then it sends its sums to all peers, into their first
+    rows. A few exchanges of partial sums are in flight at a time (``SegmentQueue``), and any number of all-gathers of
     sums, because these need no buffers. Every element is added in the order of the tree, so it does not matter which
     rank adds it.
 
@@ -817,20 +806,34 @@ class OverlappedReduction:
         plan: RowsPlan,
         rows: tuple[Array, Array],
     ) -> None:
-        self._memory, self._timeline, layout = store.memory, store.timeline, store.layout
-        self._exchange, (self._rows, self.total) = exchange, rows
-        self._counts = [len(programs) for programs in plan.group_programs]
-        self._sums = [program_array(program) for program in plan.group_programs[exchange.comm.rank]]
+        self._layout, self._memory, self._timeline = store.layout, store.memory, store.timeline
+        self._exchange, self._peers, (self._rows, self.total) = exchange, store.grid.inter_node, rows
         self._root = program_array(plan.root)
         self._one = np.ones(1, self.total.dtype)
-        self._buckets = cut_buckets(spans, layout.gradient_size, self._counts, exchange.elements)[::-1]
-        self._ends = {block: 0 for unit in layout.units for block in unit.blocks}
-        for entry in layout.entries:
+        self._buckets = list(self._by_size(plan, spans) if exchange.replicated else self._by_unit(plan))[::-1]
+        self._ends = {block: 0 for unit in self._layout.units for block in unit.blocks}
+        for entry in self._layout.entries:
             if entry.gradient >= 0:
-                end = layout.gradient_bases[entry.unit] + entry.gradient + entry.spec.size
+                end = self._layout.gradient_bases[entry.unit] + entry.gradient + entry.spec.size
                 self._ends[entry.block] = max(self._ends[entry.block], end)
-        self._exchanging: tuple[Bucket, Arriving] | None = None
+        self._queue = SegmentQueue(exchange)
         self._gatherings: list[Gathering] = []
+
+    def _by_size(self, plan: RowsPlan, spans: Sequence[Sequence[Span]]) -> Iterator[Bucket]:
+        """Yield buckets of equal sizes, in which each peer sums as much as the others, and sends its sums to all."""
+        counts = [len(programs) for programs in plan.group_programs]
+        sums = [program_array(program) for program in plan.group_programs[self._peers.rank]]
+        for start, parts in cut_buckets(spans, self.total.size, counts, self._exchange.elements):
+            windows = [[(0, span) for span in part if span.size] for part in parts]
+            segments = [Segment(self._rows, windows, counts, sums, "gradients")] if any(windows) else []
+            yield Bucket(start, segments, partial(self._sum_for_all, parts))
+
+    def _by_unit(self, plan: RowsPlan) -> Iterator[Bucket]:
+        """Yield a bucket for each unit, of which each peer sums what it owns."""
+        for unit in reversed(self._layout.units):
+            ranges = [shard.flat_spans(unit.index) for shard in self._exchange.shards]
+            to_sum = RowsToSum(self._rows, ranges, plan.group_programs, "gradients")
+            yield Bucket(self._layout.gradient_bases[unit.index], list(self._exchange.segments(to_sum)), self._sum)
 
     def ended(self, blocks: Sequence[str]) -> None:
         """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets now complete.
@@ -840,14 +843,11 @@ class OverlappedReduction:
         """
         for block in blocks:
             self._ends.pop(block, None)
-        final = max(self._ends.values(), default=0)
-        while self._buckets and self._buckets[-1].start >= final:
-            self._begin(self._buckets.pop())
+        self._begin(max(self._ends.values(), default=0))
 
     def poll(self) -> None:
         """Let exchanges and all-gathers in flight progress. Not collective."""
-        if self._exchanging is not None:
-            self._exchanging[1].test()
+        self._queue.poll()
         self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]
 
     def finish(self) -> None:
@@ -855,53 +855,57 @@ class OverlappedReduction:
 
         Collective over the data group.
         """
-        while self._buckets:
-            self._begin(self._buckets.pop())
-        self._arrive()
+        self._begin(0)
+        self._queue.finish()
         for gathering in self._gatherings:
             gathering.wait()
         self._gatherings.clear()
 
-    def _begin(self, bucket: Bucket) -> None:
-        with self._timeline.span("reduction", "bucket"):
-            self._arrive()
-            self._memory.barrier("rows")
-            windows = [[(0, span) for span in part if span.size] for part in bucket.parts]
-            if any(windows):
-                segment = Segment(self._rows, windows, self._counts, self._sums, "gradients")
-                self._exchanging = bucket, self._exchange.begin_segment(segment)
+    def _begin(self, final: int) -> None:
+        """Begin to exchange the buckets that start at element ``final`` or after it, and are not exchanged yet.
 
-    def _arrive(self) -> None:
-        """Wait for the exchange in flight, add up its partial sums, and begin to send this rank's sums to all peers."""
-        if self._exchanging is None:
-            return
-        (bucket, arriving), self._exchanging = self._exchanging, None
-        for piece in arriving.pieces():
+        Collective over the data group.
+        """
+        while self._buckets and self._buckets[-1].start >= final:
+            bucket = self._buckets.pop()
+            with self._timeline.span("reduction", "bucket"):
+                self._memory.barrier("rows")  # one a bucket: ranks may end several blocks in one call
+                self._queue.add(bucket.segments, bucket.take)
+
+    def _sum(self, pieces: Iterable[RowRange]) -> None:
+        """Add up partial sums that have arrived."""
+        for piece in pieces:
             out = self.total[piece.target : piece.target + piece.size]
             tree_sum(piece.rows, piece.first, self._root, self._one, out)
-        comm = self._exchange.comm
-        sums = [self.total[span.start : span.stop] for span in bucket.parts[comm.rank]]
-        self._gatherings.append(begin_gather(comm, sums, self.total, bucket.parts))
+
+    def _sum_for_all(self, parts: Sequence[Sequence[Span]], pieces: Iterable[RowRange]) -> None:
+        """Add up partial sums that have arrived, and begin to send this rank's sums to all peers."""
+        self._sum(pieces)
+        sums = [self.total[span.start : span.stop] for span in parts[self._peers.rank]]
+        self._gatherings.append(begin_gather(self._peers, sums, self.total, parts))
 
 
 class Bucket(NamedTuple):
-    """Describe a range of the gradient vector that is exchanged at once.
+    """Describe a part of the gradient vector that is exchanged as soon as all of its gradients are complete.
 
     Attributes
     ----------
     start : int
         First element of the bucket in the row.
-    parts : tuple of tuple of Span
-        For each peer, the ranges of the row that it sums. All peers have equally many ranges; some may be empty.
+    segments : sequence of Segment
+        The segments that exchange its partial sums.
+    take : callable
+        Adds the partial sums of a segment that has arrived.
     """
 
     start: int
-    parts: tuple[tuple[Span, ...], ...]
+    segments: Sequence[Segment]
+    take: Callable[[Iterator[RowRange]], None]
 
 
 def cut_buckets(
     spans: Sequence[Sequence[Span]], size: int, counts: Sequence[int], elements: int | None
-) -> list[Bucket]:
+) -> list[tuple[int, tuple[tuple[Span, ...], ...]]]:
     """Cut a row of ``size`` elements into buckets, from its end to its start. Not collective.
 
     Parameters
@@ -913,12 +917,13 @@ def cut_buckets(
     counts : sequence of int
         For each peer, the number of partial sums that its node sends.
     elements : int or None
-        Number of elements in flight at once; None is the default of the exchange.
+        Number of elements of a bucket; None is the default of the exchange.
 
     Returns
     -------
-    list of Bucket
-        The buckets, the last one of the row first.
+    list of (int, tuple of tuple of Span)
+        For each bucket, the last one of the row first, its first element, and the ranges that each peer sums. All peers
+        have equally many ranges; some may be empty.
     """
     nodes = len(counts)
     bucket_size = nodes * exchange_step(counts, elements)
@@ -927,7 +932,7 @@ def cut_buckets(
     for stop in range(size, 0, -bucket_size):
         start = max(0, stop - bucket_size)
         inside = [span.intersect(Span(start, stop)) for span in ascending]
-        buckets.append(Bucket(start, _shared_evenly([span for span in inside if span.size], nodes)))
+        buckets.append((start, _shared_evenly([span for span in inside if span.size], nodes)))
     return buckets
 
 
@@ -977,7 +982,7 @@ class GradientExchange(ExactExchange):
     compression : str or None
         The setting ``ShardingConfig.gradient_compression``.
     elements : int or None
-        Number of elements in flight between peers at once; None is the default of :class:`ExactExchange`.
+        Number of elements of a bucket; None is the default of :class:`ExactExchange`.
     exact : sequence of Span
         The ranges of the gradient vector that are never compressed ([Note: copies]), in ascending order.
     """
@@ -991,7 +996,7 @@ class GradientExchange(ExactExchange):
         elements: int | None = None,
         exact: Sequence[Span] = (),
     ) -> None:
-        super().__init__(store.grid.inter_node, None, store.memory.scratch, elements)
+        super().__init__(store.grid.gradients, None, store.memory.scratch, elements)
         self.memory, self.shards, self.dtype, self.placement = store.memory, store.group_shards, store.dtype, placement
         self.replicated, self.exact = not placement.shard_optimizer, exact
         self._residual = self._next = np.empty(0, np.float32)
@@ -1015,8 +1020,8 @@ class GradientExchange(ExactExchange):
 
     @property
     def bucket_mb(self) -> float:
-        """The number of MiB of gradients in flight at once; 0.0 if there is only one peer. Not collective."""
-        return 0.0 if self.comm.size == 1 else in_flight(self.elements) * self.dtype.itemsize / 2**20
+        """The number of MiB of gradients in a bucket; 0.0 if there is only one peer. Not collective."""
+        return 0.0 if self.comm.size == 1 else bucket_size(self.elements) * self.dtype.itemsize / 2**20
 
     @property
     def feedback(self) -> bool:

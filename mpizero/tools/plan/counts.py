@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import model_group
-from mpizero.comm.reduce import Codec, exchange_step, gather_step
-from mpizero.layout import Axes, Coordinates, Grains, Partition
+from mpizero.comm.reduce import Codec, exchange_step, gather_step, pieces_of
+from mpizero.layout import Axes, Coordinates, Grains, Partition, Span
 from mpizero.layout.batch import contiguous_owners, contiguous_parts, max_dynamic_rows, node_blocks, round_owners
 from mpizero.layout.mesh import GROUPS, WINDOW_GROUPS, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
 from mpizero.layout.sum_tree import RoundPlan, RowsPlan, dynamic_parts, round_plan, rows_plan
@@ -67,24 +67,28 @@ def one_call(nbytes: int) -> Sent:
     return Sent(nbytes, 1) if nbytes else Sent()
 
 
-class ExchangeCost(NamedTuple):
-    """Hold what a rank sends in a reduction or an all-gather between peers, and the sizes of its buffers.
+class Buffers(NamedTuple):
+    """Hold the sizes of the buffers of one segment of an exchange, in bytes.
 
     Attributes
     ----------
-    sent : Sent
-        The bytes and messages that the rank sends.
-    send_buffer, receive_buffer : int
-        Bytes of the buffers for elements that are sent and received.
+    send, receive : int
+        Of the buffers for elements that are sent and received.
     packed_send, packed_receive : int
-        Bytes of the buffers for compressed messages that are sent and received; 0 without compression.
+        Of the buffers for compressed messages that are sent and received; 0 without compression.
     """
 
-    sent: Sent
-    send_buffer: int
-    receive_buffer: int
+    send: int
+    receive: int
     packed_send: int = 0
     packed_receive: int = 0
+
+
+class ExchangeCost(NamedTuple):
+    """Hold what a rank sends in a reduction or an all-gather between peers, and the buffers of each segment of it."""
+
+    sent: Sent
+    buffers: tuple[Buffers, ...] = ()
 
 
 def exchange_cost(
@@ -115,19 +119,23 @@ def exchange_cost(
         Number of elements in a bucket; None is the default.
     """
     if len(totals) == 1 or not max(totals):
-        return ExchangeCost(Sent(), 0, 0)
+        return ExchangeCost(Sent())
     arrivals, sums = sum(counts), counts[peer]
     step = exchange_step(counts, elements)
     others = [elements for rank, elements in enumerate(totals) if rank != peer]
     segments = -(-max(others) // step) if sums else 0
-    widths = [min(step, elements) for elements in totals]
-    received = arrivals * widths[peer] * itemsize
-    if codec is None:
-        return ExchangeCost(Sent(sums * sum(others) * itemsize, segments), sums * sum(widths) * itemsize, received)
-    sent = Sent(sums * sum(_packed(elements, step, codec) for elements in others), segments)
-    largest = max(min(step, elements) for elements in others) if sums else 0
-    packed = sums * sum(codec.packed(min(step, elements)) for elements in others)
-    return ExchangeCost(sent, largest * itemsize, received, packed, (arrivals - sums) * codec.packed(widths[peer]))
+
+    def buffers(low: int) -> Buffers:
+        widths = [max(0, min(step, elements - low)) for elements in totals]
+        received = arrivals * widths[peer] * itemsize
+        if codec is None:
+            return Buffers(sums * sum(widths) * itemsize, received)
+        to_others = [width for rank, width in enumerate(widths) if rank != peer]
+        packed = sums * sum(map(codec.packed, to_others)), (arrivals - sums) * codec.packed(widths[peer])
+        return Buffers(max(to_others) * itemsize if sums else 0, received, *packed)
+
+    sent = sum(others) * itemsize if codec is None else sum(_packed(elements, step, codec) for elements in others)
+    return ExchangeCost(Sent(sums * sent, segments), tuple(map(buffers, range(0, max(totals), step))))
 
 
 def _packed(elements: int, step: int, codec: Codec) -> int:
@@ -145,17 +153,16 @@ def gather_cost(
     is :func:`mpizero.comm.reduce.gather_spans`, or ``gather_packed`` with a codec. Not collective.
     """
     if len(totals) == 1 or not max(totals):
-        return ExchangeCost(Sent(), 0, 0)
+        return ExchangeCost(Sent())
     step = gather_step(len(totals), elements)
     widths = [min(step, elements) for elements in totals]
     segments, others = -(-totals[peer] // step), len(totals) - 1
     if codec is None:
-        return ExchangeCost(
-            Sent(totals[peer] * itemsize * others, segments), widths[peer] * itemsize, sum(widths) * itemsize
-        )
+        sent = Sent(totals[peer] * itemsize * others, segments)
+        return ExchangeCost(sent, (Buffers(widths[peer] * itemsize, sum(widths) * itemsize),))
     sizes = [codec.packed(width) for width in widths]
     sent = Sent(_packed(totals[peer], step, codec) * others, segments)
-    return ExchangeCost(sent, widths[peer] * itemsize, max(widths) * itemsize, sizes[peer], sum(sizes))
+    return ExchangeCost(sent, (Buffers(widths[peer] * itemsize, max(widths) * itemsize, sizes[peer], sum(sizes)),))
 
 
 def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
@@ -164,8 +171,8 @@ def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: in
     The all-gather sends several spans at once: ``columns[j][i]`` is the number of elements in span j of peer i.
     ``peer`` is the peer whose cost is computed.
     """
-    gathers = [(sizes[peer], len(sizes) - 1) for sizes in columns]
-    return ExchangeCost(total_sent(one_call(size * itemsize * others) for size, others in gathers), 0, 0)
+    pieces = [piece for sizes in columns for piece in pieces_of([Span(0, size) for size in sizes])]
+    return ExchangeCost(total_sent(one_call(piece[peer].size * itemsize * (len(piece) - 1)) for piece in pieces))
 
 
 class WindowCopies(NamedTuple):

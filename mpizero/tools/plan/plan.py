@@ -29,6 +29,7 @@ import numpy as np
 
 from mpizero._util.checks import writes_in_place
 from mpizero._util.pytree import SampleTree
+from mpizero.comm.reduce import IN_FLIGHT
 from mpizero.kernels.gpu import STAGING
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
 from mpizero.optim.elementwise import EMA, averaging, tensor_state_size
@@ -270,11 +271,13 @@ class RankMemory:
         return self.traffic.part.layout.largest_frozen * self._item
 
     def _exchange_buffers(self) -> int:
-        """Return the bytes of the largest buffers that the messages of gradients need."""
-        traffic = self.traffic
-        every = [*traffic.reductions, *traffic.replications()]  # messages of parameters need no buffers
-        buffers = [(e.send_buffer, e.receive_buffer, e.packed_send, e.packed_receive) for e in every]
-        return sum(max(sizes) for sizes in zip(*buffers, strict=True))
+        """Return the bytes of the buffers that the messages of gradients need, for each of the segments in flight."""
+        reductions, replications = self.traffic.reductions, self.traffic.replications()
+        segments = [segment for cost in reductions for segment in cost.buffers]  # those of parameters need no buffers
+        first = [segment for cost in replications for segment in cost.buffers]
+        numbered = [segments[number::IN_FLIGHT] for number in range(IN_FLIGHT)]
+        numbered[0] = numbered[0] + first
+        return sum(max(sizes) for sharing in numbered for sizes in zip(*sharing, strict=True))
 
     def _group_buffers(self) -> MemoryBytes:
         """Return the memory that tensor and context group keep for their calls: windows, or message buffers."""

@@ -7,7 +7,7 @@ inter-node group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from mpizero.comm.reduce import Codec
-from mpizero.layout import Instruction, build_schedule
+from mpizero.layout import Instruction, Span, build_schedule
 from mpizero.layout.flat import Unit
 from mpizero.nn.layer import integers_of
 from mpizero.sharding import params
 from mpizero.sharding.config import gathers_units, overlaps_reduction, sent_exactly, updated_by
-from mpizero.sharding.grad_reduce import Bucket, compressed_sizes, cut_buckets
+from mpizero.sharding.grad_reduce import compressed_sizes, cut_buckets
 from mpizero.sharding.update import tiles_of
 from mpizero.sharding.whole_tensors import TensorPlan, TieExchange
 from mpizero.tools.plan.counts import (
@@ -129,9 +129,11 @@ class RankTraffic:
         if self.grid.inter_node.size == 1:
             return []
         units = [unit.index for unit in self.part.layout.units]
+        if self._overlaps and self.training.row.shard_optimizer:
+            return [each for unit in reversed(units) for each in self._exchanges([unit], self._row_counts)]
         if self._overlaps:
             counts, item = self._row_counts, self.training.itemsize
-            widths = [[sum(span.size for span in part) for part in bucket.parts] for bucket in self._buckets]
+            widths = [[sum(span.size for span in part) for part in parts] for parts in self._buckets]
             return [
                 exchange_cost(width, self.grid.inter_node.rank, counts, item, None, self.training.bucket)
                 for width in widths
@@ -140,8 +142,17 @@ class RankTraffic:
             return self._exchanges(units, self._row_counts)
         rounds = self.training.step.round_plan(self.grid).rounds
         sums = [tuple(map(len, this_round.group_programs)) for this_round in rounds]
-        alike = {count: [each for unit in units for each in self._exchanges([unit], count)] for count in set(sums)}
-        return [each for count in sums for each in alike[count]]
+        alike = {(count, unit): self._exchanges([unit], count) for count in set(sums) for unit in units}
+        return [each for number, unit in self._reduced for each in alike[sums[number], unit]]
+
+    @property
+    def _reduced(self) -> Iterator[tuple[int, int]]:
+        """The number of the round and the index of the unit of each exchange of gradients in rounds, in order."""
+        accumulate = self.training.config.accumulate
+        of_chunk = {c: self.part.layout.units_of(self.part.blocks(c)) for c in self.part.partitioned.chunks}
+        for kind, chunk, micro in self.program:
+            if kind in ("backward", "backward_weights") and micro % accumulate == accumulate - 1:
+                yield from ((micro // accumulate, unit.index) for unit in reversed(of_chunk[chunk]))
 
     def _exchanges(self, units: Sequence[int], counts: Sequence[int]) -> list[ExchangeCost]:
         """Return the costs of exchanging the partial sums of ``units``: of uncompressed and of compressed elements."""
@@ -182,14 +193,14 @@ class RankTraffic:
         return able and overlaps_reduction(training.row, self.grid.inter_node.size, stages, training.codec)
 
     @cached_property
-    def _buckets(self) -> list[Bucket]:
-        """The buckets in which gradients are summed over peers during the backward pass."""
+    def _buckets(self) -> list[tuple[tuple[Span, ...], ...]]:
+        """For each bucket that is summed over peers during the backward pass, the ranges that each peer sums (DDP)."""
         layout, shards = self.part.layout, self.part.shards.shards
         spans = [
             [span for unit in layout.units for span in shards[rank].flat_spans(unit.index)]
             for rank in self.grid.inter_node_ranks
         ]
-        return cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
+        return [parts for _, parts in cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)]
 
     def replications(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers of summed gradients, if every node keeps all optimizer state.
@@ -199,7 +210,7 @@ class RankTraffic:
         if self.training.row.shard_optimizer:
             return []
         if self._overlaps:
-            columns = [[[s.size for s in spans] for spans in zip(*b.parts, strict=True)] for b in self._buckets]
+            columns = [[[s.size for s in spans] for spans in zip(*parts, strict=True)] for parts in self._buckets]
             return [direct_gather_cost(column, self.grid.inter_node.rank, self.training.itemsize) for column in columns]
         training, peer = self.training, self.grid.inter_node.rank
         forms = [(codec, [sum(of_units) for of_units in owned]) for codec, owned in self._forms]
@@ -209,10 +220,12 @@ class RankTraffic:
         """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
         if self.sharded:
             return []
-        spans = [self.part.shards.shards[rank].spans for rank in self.grid.inter_node_ranks]
-        regions = self.part.layout.regions(params.REGION)
-        columns = ([owned[unit].intersect(region).size for owned in spans] for unit, region in regions)
-        return [direct_gather_cost([sizes], self.grid.inter_node.rank, self.training.itemsize) for sizes in columns]
+        shards = [self.part.shards.shards[rank] for rank in self.grid.inter_node_ranks]
+        return [
+            direct_gather_cost([[span.size for span in piece]], self.grid.inter_node.rank, self.training.itemsize)
+            for pieces in params.region_pieces(self.part.layout.regions(params.REGION), shards)
+            for piece in pieces
+        ]
 
     def gathers(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers of units in all passes of a step. Not collective."""

@@ -149,7 +149,7 @@ def test_only_the_first_step_is_looked_at_unless_every_step_is_asked_for(monkeyp
     # Two micro-batches; the three blocks of the second one are written to the same memory, which each leaves marked.
     for debug, expected in ((), [2 + 3, 0, 0]), (("gradients",), [5, 5, 5]):
         monkeypatch.setattr(guard.current(), "debug", frozenset(debug))
-        with sharded("zero1", None, model_of(Scale(6, write_in_two_parts)), micro_batch=2) as model:
+        with sharded("ddp", None, model_of(Scale(6, write_in_two_parts)), micro_batch=2) as model:
             found = []
             for _ in range(3):
                 marked.clear()

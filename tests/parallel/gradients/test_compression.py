@@ -182,11 +182,12 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
             if kind in ("bf16", "fp16"):
                 wanted = -batch_of(0, n)[0].mean(0)
                 np.testing.assert_allclose(model.get_parameters(), wanted, rtol=2.0**-6, atol=2.0**-6)
-            return int(model._engine.grid.inter_node.counters.bytes_by_tag["gradients"])
+            return int(model._engine.grid.gradients.counters.bytes_by_tag["gradients"])
 
-    sizes = Partition(SIZE, n).sizes()
     for kind, bytes_of in formulas.items():
         strategy = ("ddp", "zero1")[(n + len(kind)) % 2]
+        units = [SIZE] if strategy == "ddp" else [int(np.prod(shape)) for shape in SHAPES.values()]
+        sizes = [sum(owned) for owned in zip(*(Partition(unit, n).sizes() for unit in units), strict=True)]
         for rank, found in enumerate(run_in_threads(n, lambda c, k=kind, s=strategy: sent(c, k, s))):
             assert found == sum(bytes_of(size) for peer, size in enumerate(sizes) if peer != rank)
 

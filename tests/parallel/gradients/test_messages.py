@@ -42,7 +42,7 @@ def scalars(n: int) -> int:
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_private_memory_sends_2p_and_stage_3_sends_3p(n: int) -> None:
     for strategy in STRATEGIES:
-        units = [sum(UNITS)] if strategy in ("ddp", "zero1") else list(UNITS)
+        units = [sum(UNITS)] if strategy == "ddp" else list(UNITS)
         for rank, (found, _) in enumerate(run_in_threads(n, lambda comm, s=strategy: sent(comm, s, **PRIVATE))):
             own = sum(Partition(unit, n).sizes()[rank] for unit in units)
             reduce = sum(UNITS) - own  # the parts of others, of one partial sum
@@ -84,7 +84,7 @@ def in_buckets(comm: Any, strategy: str, **settings: Any) -> tuple[str, int, flo
     with sharded(strategy, comm, gpt(layers=1), micro_batch=1, **settings) as model:
         for seed in range(2):
             model.train(*part(comm, *tokens(10, seed)))
-        by_tag = model._engine.grid.inter_node.counters.messages_by_tag
+        by_tag = model._engine.grid.gradients.counters.messages_by_tag
         return model.parameters_sha256(), by_tag["gradients"] + by_tag["unit gradients"], model.last_step.bucket_mb
 
 
