@@ -71,16 +71,17 @@ def test_a_member_that_ends_is_reported_with_what_it_wrote():
 
 
 @pytest.mark.slow
-def test_what_travels_behind_computing_is_timed_in_all_ways():
+def test_steps_between_nodes_are_timed_computed_and_slept():
     mpiexec = Path(sys.executable).with_name("mpiexec")
     if not mpiexec.exists():
         pytest.skip("no mpiexec beside this Python")
-    small = "--memory private --strategies ddp --dim 64 --layers 1 --samples 1 --rounds 1"
-    done = subprocess.run(
-        [mpiexec, "-n", "2", sys.executable, FOLDER / "overlap.py", *small.split()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert re.search(r"\nddp( +[\d.]+){6} ", done.stdout), done.stdout
+    small = "--contenders ddp,zero2@0.1 --dim 64 --layers 1 --samples 1 --rounds 1 --steps 1"
+    for how in ("", " --slept --forward 0.01 --backward 0.01"):
+        done = subprocess.run(
+            [mpiexec, "-n", "2", sys.executable, FOLDER / "nodes.py", *f"{small}{how}".split()],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        assert re.search(r"\nddp +[\d.]+ +.*\nzero2@0.1 +[\d.]+ .*\nalone +[\d.]+ ", done.stdout), done.stdout
 
 
 @pytest.mark.slow

@@ -1,6 +1,10 @@
-"""Define in PyTorch the GPT that all contenders of compare.py train."""
+"""Define in PyTorch the GPT that the contenders of compare.py and nodes.py train, and a model that only sleeps."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,3 +75,48 @@ class GPT(nn.Module):
 def next_tokens(logits: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the sum of the cross-entropies of the targets ``y``, and their number."""
     return functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"), y.numel()
+
+
+class _Slept(torch.autograd.Function):
+    """Sleep in the forward and in the backward pass; the gradients of the weights are the same in every step."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, seconds: tuple[float, float], *weights: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``x`` after a while."""
+        context.seconds, context.shapes = seconds, [weight.shape for weight in weights]
+        time.sleep(seconds[0])
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *dy: torch.Tensor) -> Any:
+        """Return the gradients after a while."""
+        time.sleep(context.seconds[1])
+        return dy[0], None, *(torch.full(shape, 1e-3) for shape in context.shapes)
+
+
+class SleepingBlock(nn.Module):
+    """Sleep in place of a transformer block; ``matrices`` are the sizes of its arrays, in units of dim x dim."""
+
+    def __init__(self, dim: int, matrices: Iterable[int], *seconds: float) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(size * dim, dim)) for size in matrices])
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``x`` after a while."""
+        return _Slept.apply(x, self.seconds, *self.weights)
+
+
+class Sleeping(nn.Module):
+    """Sleep in ``layers`` blocks in place of a GPT's computation."""
+
+    def __init__(self, dim: int, layers: int, matrices: Iterable[int], *seconds: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SleepingBlock(dim, [*matrices], *seconds) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``x`` after a while; it has a gradient as a real input has none."""
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = block(x)
+        return x
