@@ -343,7 +343,7 @@ class Arriving:
             column += span.size
 
 
-def test_while_moving(test: Callable[[], bool]) -> bool:
+def keep_testing(test: Callable[[], bool]) -> bool:
     """Call ``test``, which lets MPI make progress, as long as MPI has data to move; return what it has returned last.
 
     Not collective. A test moves as much as the network takes at once. While a test has taken so long that it must have
@@ -403,7 +403,7 @@ class SegmentQueue:
 
         Not collective.
         """
-        while self._in_flight and test_while_moving(self._in_flight[0][0].test):
+        while self._in_flight and keep_testing(self._in_flight[0][0].test):
             self._take()
             self._fill()
 

@@ -47,7 +47,7 @@ from mpizero._util.text import notice
 from mpizero.comm import Communicator, ProcessGrid, Request, SharedMemory
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Timeline
-from mpizero.comm.reduce import IN_FLIGHT, Gathering, begin_gather, pieces_of, test_while_moving
+from mpizero.comm.reduce import IN_FLIGHT, Gathering, begin_gather, keep_testing, pieces_of
 from mpizero.comm.startup import available_memory
 from mpizero.errors import CollectiveError, LayoutError, MpizeroError, OutOfMemoryError, PeerFailure, SharedMemoryError
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
@@ -993,7 +993,7 @@ class ParameterAllGather:
 
     def poll(self) -> bool:
         """Let messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
-        while self._in_flight and test_while_moving(self._in_flight[0].test):
+        while self._in_flight and keep_testing(self._in_flight[0].test):
             self._note()
         return not self._in_flight
 
