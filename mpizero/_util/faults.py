@@ -12,8 +12,8 @@ with that number (``*`` means every rank), the process
 ``stop``           is stopped by SIGSTOP, like a machine that hangs
 ``sleep``          sleeps for 100 s; ``sleep=2.5`` for 2.5 s
 ``exit``           ends by ``os._exit(0)``, which no hook sees; ``exit=3`` with status 3
-``nan``            gets NaN as the first element of the array that the site passes
-``truncate``       loses the second half of the file that the site passes
+``nan``            writes NaN to the first element of the array passed to :func:`inject`
+``truncate``       cuts off the second half of the file passed to :func:`inject`
 =================  =======================================================================
 
 If the variable is not set, :func:`inject` does nothing. The variable is read once, when this module is imported.

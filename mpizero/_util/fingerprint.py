@@ -90,8 +90,8 @@ class Parts(NamedTuple):
     content : bytes
         The content of a value that has no parts.
     left_out : str or None
-        The reason why the value is not compared. None if the value is compared; "" if it is not compared and the user
-        need not know.
+        None if the value is compared, "" if it is left out without notice, otherwise a description of the value for a
+        notice to the user.
     """
 
     kind: str

@@ -76,7 +76,7 @@ class Settings:
         return {item.name: getattr(self, item.name) for item in fields(kind)}
 
     def _value(self, item: Field[Any]) -> Any:
-        """Return the value of a setting that its check gets."""
+        """Return the value of a setting, for the setting's check."""
         return getattr(self, item.name)
 
     def _wrong(self, name: str, error: ValueError) -> ConfigError:

@@ -47,7 +47,7 @@ class Collective(Protocol):
     def _callers(self) -> tuple[Communicator, str]:
         """Return the communicator of the calling ranks, and a label that tells this object from others of its class.
 
-        The label of the first object of a class is "".
+        Error messages show the label; the first object of each class has the label "".
         """
 
 

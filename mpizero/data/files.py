@@ -339,7 +339,7 @@ class FileSource(Source):
         Length of a window by axis, and the distance between the starts of neighbouring windows (default: the length). A
         sample is then a window: ``window={0: 4, 1: 64, 2: 64}``. Axes without a length are read whole, except ``axis``,
         along which a sample is then one slice. In the numbering of samples the index along ``axis`` varies slowest. An
-        array that lacks some axes of the window (labels, say) is cut along the axes that it has.
+        array that lacks some of these axes (an array of labels, say) is cut into windows along its own axes.
     lead : int
         Number of indices along ``axis`` by which the targets start after the inputs, as in a forecast.
     allow_nan : bool

@@ -203,7 +203,7 @@ def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
 
 
 def _evaluate(program: Program, rows: Iterable[dict[str, Moments]]) -> dict[str, Moments]:
-    """Execute a tree program (see the note in layout/sum_tree.py), in which :meth:`Moments.joined` is the sum."""
+    """Execute ``program`` (see the note in layout/sum_tree.py), with :meth:`Moments.joined` as the addition."""
     values, stack = list(rows), list[dict[str, Moments]]()
     for step in program:
         if step >= 0:

@@ -7,7 +7,8 @@ whether the other ranks can finish without a rank that has reached the end of it
 call that does not return, for a report.
 
 [Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
-count as waiting time, although the clock continues. Ranks are also stopped and resumed at slightly different moments.
+count as waiting time, although the clock continues. If a job is suspended, its ranks stop and resume at slightly
+different moments.
 If the supervisor's thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that
 time. If only one rank is stopped, the supervisors of the other ranks notice it.
 

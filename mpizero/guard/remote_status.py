@@ -247,10 +247,10 @@ def make_on_all(
     make: Callable[[Callable[[Any], list[Any]]], T],
     warn_once: Callable[[BaseException], None],
 ) -> T | None:
-    """Return ``make(gather)`` on each rank; on a rank where it raises, call ``warn_once(error)`` and return None.
+    """Return the result of ``make`` on each rank; where ``make`` raises, call ``warn_once(error)`` and return None.
 
     Collective over the ranks of ``allgather``, which takes a picklable object and returns the list of all ranks'
-    objects. ``gather`` is a function like ``allgather``, which ``make`` may call. A rank whose ``make`` has returned or
+    objects. ``make`` is passed a function like ``allgather``, which it may call. A rank whose ``make`` has returned or
     raised takes part in the remaining calls of other ranks, with None, so no rank waits for it.
     """
     result: T | None = None

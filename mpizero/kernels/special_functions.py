@@ -21,7 +21,7 @@ import numpy as np
 
 
 def _singles(*values: float) -> Any:
-    """Return numbers as float32 scalars."""
+    """Return ``values`` as a tuple of float32 scalars."""
     return tuple(map(np.float32, values))
 
 

@@ -39,8 +39,9 @@ class Instruction(NamedTuple):
     the gradients of its weights.
 
     A forward pass needs the output of the previous chunk, and sends the chunk's output to the next chunk. A backward
-    pass, or an input half, needs the chunk's forward pass and the input gradient of the next chunk, and sends the
-    chunk's input gradient to the previous chunk. A weight half needs the input half and sends nothing.
+    pass (or its input half alone) needs the chunk's forward pass and the input gradient of the next chunk, and sends
+    the chunk's input gradient to the previous chunk. A weight half needs the input half of the same backward pass, and
+    sends nothing.
 
     Attributes
     ----------

@@ -208,7 +208,7 @@ def located(run: Run, shape: tuple[int, ...] | None, group: Group) -> Run:
     """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
 
     ``shape`` (samples, positions, ...) is the shape of this rank's part of the sequences; None if ``run.length`` is
-    known. Collective over ``group`` if ``run.length`` is 0.
+    known. Collective over ``group`` if ``run.length`` is 0 (unknown).
 
     Raises
     ------
@@ -497,7 +497,7 @@ class ContextDropout(Dropout):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return ``x`` with the mask applied, or ``x`` itself if not in training; and the cache.
 
-        Collective over ``group`` in training if ``run.length`` is 0.
+        Collective over ``group`` in training if ``run.length`` is 0 (unknown).
         """
         training = run.training and self.rate > 0.0  # not drops(), which is False on ranks without positions
         return super().forward(params, x, located(run, x.shape, self.group) if training else run)
@@ -506,7 +506,7 @@ class ContextDropout(Dropout):
         """Return a copy of ``x`` with the mask applied.
 
         ``x`` holds this rank's positions of each sample, or the elements that ``window`` describes. Collective over
-        ``group`` if ``run.length`` is 0 and ``window`` is None.
+        ``group`` if ``run.length`` is 0 (unknown) and ``window`` is None.
         """
         if window is not None:
             return super().mask(x, run, window)
@@ -518,7 +518,7 @@ class ContextPosition(ContextLayer, Position):
     """Apply :class:`Position` to the positions that this rank holds; ``group`` is the context group.
 
     Rows of the weight's gradient for positions that other ranks hold get zeros. The forward pass is collective over
-    ``group`` if ``run.length`` is 0.
+    ``group`` if ``run.length`` is 0 (unknown).
     """
 
     group: Group = field(kw_only=True)
@@ -529,8 +529,8 @@ class ContextEmbedding(ContextLayer, TokenEmbedding):
     """Apply :class:`TokenEmbedding` to the positions that this rank holds; ``group`` is the context group.
 
     The gradients of both tables are computed from this rank's positions only; their sums over the ranks are the whole
-    gradients. The forward pass is collective over ``group`` if ``run.length`` is 0. All ranks raise the errors of the
-    forward pass, except that only the ranks that hold an id outside the vocabulary raise an error for it.
+    gradients. The forward pass is collective over ``group`` if ``run.length`` is 0 (unknown). All ranks raise the
+    errors of the forward pass, except that only the ranks that hold an id outside the vocabulary raise an error for it.
     """
 
     group: Group = field(kw_only=True)
@@ -729,7 +729,7 @@ class ContextModel:
         """Return ``run`` with the length of the whole sequences.
 
         ``x`` (samples, positions) is this rank's part of the sequences. Without the length in ``run``, each block would
-        need messages to find it. Collective over ``group`` (one small message) if ``run.length`` is 0.
+        need messages to find it. Collective over ``group`` (one small message) if ``run.length`` is 0 (unknown).
         """
         return located(run, x.shape, self.group)
 

@@ -480,16 +480,16 @@ class Composite(Layer):
 class SequenceLayer(Layer):
     """Define a layer that knows which positions of the whole sequences its input holds.
 
-    The input holds all positions here, and this rank's part of them in a context-parallel form. A tensor-parallel form
-    asks its unsplit layer. If that is a context-parallel form, the tensor ranks split a context rank's part of the
-    sequences as they would split whole sequences.
+    In this class the input holds all positions; in a context-parallel layer it holds this rank's part of them. A
+    tensor-parallel layer asks its unsplit layer. With context parallelism, the tensor group splits the positions that
+    one context rank holds as it would split whole sequences.
     """
 
     def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
         """Return ``run`` with the length of the whole sequences, and the ranges of positions that the input holds.
 
         ``shape`` (samples, positions, ...) is the shape of the input; None if ``run.length`` is known. Collective over
-        the context group in a context-parallel form, if ``run.length`` is 0.
+        the context group in a context-parallel layer, if ``run.length`` is 0 (unknown).
         """
         return run if shape is None or len(shape) < 2 else run.on_whole(shape[1])
 

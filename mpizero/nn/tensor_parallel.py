@@ -268,7 +268,7 @@ def located(run: Run, x: Array, group: Group, layer: SequenceLayer | None = None
     """Return ``run`` with the length of the whole sequences, and the ranges of positions that the tensor group holds.
 
     ``x`` (samples, positions, ...) is this rank's part of these positions. ``layer`` is the unsplit layer; None if that
-    computes each position by itself. Collective over ``group`` if ``run.length`` is 0.
+    computes each position by itself. Collective over ``group`` if ``run.length`` is 0 (unknown).
 
     Raises
     ------
@@ -595,8 +595,8 @@ class SplitAttention(AttentionBase):
     Parameters
     ----------
     whole : CausalSelfAttention
-        The unsplit layer; the group's size must divide its number of heads. Its projection is split by rows. If it is
-        a context-parallel form, this rank's heads attend to the keys of the whole context group.
+        The unsplit layer; the group's size must divide its number of heads. Its projection is split by rows. With
+        context parallelism, this rank's heads attend to the keys of the whole context group.
     group : Group
         The ranks that the layer is split over.
     sequence : bool
@@ -703,7 +703,7 @@ class SplitBlock(TransformerBlockBase):
     Parameters
     ----------
     whole : TransformerBlock
-        The unsplit layer. If it is a context-parallel form, the tensor ranks split the positions of their context rank.
+        The unsplit layer. With context parallelism, the tensor group splits the positions that one context rank holds.
     group : Group
         The ranks that the layer is split over.
     """
@@ -856,7 +856,7 @@ class SplitTokenEmbedding(SplitForm):
     Parameters
     ----------
     whole : TokenEmbedding
-        The unsplit layer. If it is a context-parallel form, the tensor ranks split the positions of their context rank.
+        The unsplit layer. With context parallelism, the tensor group splits the positions that one context rank holds.
     group : Group
         The ranks that the layer is split over.
     sequence : bool
@@ -1097,8 +1097,8 @@ class SplitModel:
     loss : Loss
         The loss. It takes the last block's output on this rank, and the whole target.
     cuts : mapping of str to int
-        For each block of whose output this rank holds only a part: the axis of the output that is cut by the shard
-        rule, counted in the shape of one sample.
+        For each block that computes only a part of its output on this rank: the axis along which the output is split,
+        counted without the batch axis.
     outputs : int or None
         Length of the whole prediction's last axis, if each rank has a part of that axis; None if predictions are whole.
     sequences : bool

@@ -191,7 +191,7 @@ class Position(SequenceLayer):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the weight's gradient with the sum of ``dy`` over the samples.
 
-        Rows for positions that the input does not have get zeros.
+        Rows of this gradient for positions that the input does not hold are set to zero.
         """
         gradient, done = grads["weight"], 0
         for local, positions in cache:

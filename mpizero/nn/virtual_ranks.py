@@ -1035,7 +1035,7 @@ class TiledModel:
     def run_on(self, x: Array, run: Run) -> Run:
         """Return ``run`` with the length of the whole sequences, if the blocks need it.
 
-        ``x`` is this rank's part of the input. Collective over the context group if ``run.length`` is 0.
+        ``x`` is this rank's part of the input. Collective over the context group if ``run.length`` is 0 (unknown).
         """
         if self.grid.context.size > 1 and not run.length:
             run = replace(run, length=_global_length(x, self.context))

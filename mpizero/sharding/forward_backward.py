@@ -558,7 +558,7 @@ class Runner(ABC):
             self.scalars.add(batch.grain.number, loss, weight)
 
     def end_sentinels(self) -> None:
-        """End the step for ``sentinels``, the check that layers write all of their gradients. Not collective."""
+        """End the step of ``self.sentinels``, which checks that layers write all of their gradients. Not collective."""
         if self.sentinels is not None:
             self.sentinels.end(failed=self.scalars.error is not None)
 

@@ -88,7 +88,8 @@ def run_members(
         What an exception on all ranks of a member does: "end" ends the job at once; with "continue" it is printed, the
         ranks of the member wait for the others, and then all ranks raise MemberError.
     only : int or None
-        Run only the member with this number, on all ranks. So members can be separate jobs with a common summary.
+        Run only the member with this number, on all ranks. Each member can thus run as a job of its own; these jobs
+        share one summary.
 
     Returns
     -------

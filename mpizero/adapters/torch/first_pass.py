@@ -80,7 +80,7 @@ def in_double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
-    """Return the axis on which the lengths of both parts add up to that of the whole; None if others differ, too."""
+    """Return the axis along which the first tensor was cut into the two others; None if the shapes do not tell it."""
     full, first, second = (tuple(leaf.shape) for leaf in leaves)
     if not len(full) == len(first) == len(second):
         return None
@@ -91,7 +91,7 @@ def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
 
 
 def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
-    """Return (index, axis, [whole, part, part]) for each leaf of a tree whose shapes tell the axis of samples."""
+    """List the leaves of which :func:`sample_axis` finds the axis: (index of the leaf, axis, its three tensors)."""
     trees = [leaves_of(tree) for tree in parts]
     if len({len(leaves) for leaves in trees}) > 1:
         return []

@@ -3,7 +3,7 @@
 The kernels of optimizers update elements ``start`` to ``stop - 1`` of flat arrays. ``hyper`` is an array of the scalars
 that the formula needs, which :mod:`mpizero.optim` computes for every step.
 
-:func:`tree_sum` sums rows of gradients by a tree program, and divides. Kernels whose names end in ``_tree`` sum, divide
+:func:`tree_sum` sums rows of gradients by a *program*, and divides. Kernels whose names end in ``_tree`` sum, divide
 and update in one pass over memory. Their results have the same bits as those of two calls, of ``tree_sum`` and of the
 optimizer's kernel, whose scalars are in ``hyper``. The decorator of such kernels replaces the parameter ``total`` by
 ``rows``, ``first``, ``program`` and ``divisor``.
@@ -181,7 +181,7 @@ def tree_sum(
     stop: int,
     scratch: Array,
 ) -> None:
-    """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
+    """Sum rows in the order of ``program``, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
 
     ``program`` is a list of integers for a stack machine; the docstring of the module defines them. Row v of the
     program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element i of ``out``

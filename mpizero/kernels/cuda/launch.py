@@ -14,11 +14,11 @@
 Every loop over elements or rows strides over the grid of threads, so results are right with any number of threads.
 Kernels return nothing; where the CPU kernel returns a result, a plain function launches kernels and reads their output.
 
-Arrays are CuPy's. Small host arrays (scalars of a step, tree programs, sums) may be passed too: they are copied to the
+Arrays are CuPy's. Small host arrays (scalars of a step, programs, sums) may be passed too: they are copied to the
 device, and copied back afterwards if they are not declared ``const``.
 
-On a GPU a kernel is compiled at its first call with a dtype by one process of the node, and kept as machine code in the
-folder of :mod:`mpizero.kernels.machine_code`, from which the other processes and later ones load it. The first
+On a GPU, one process of each node compiles a kernel when it is first called with arrays of a dtype, and stores the
+machine code in the folder of :mod:`mpizero.kernels.machine_code`; other processes load it from there. The first
 functions of this module do that: they make numba-cuda work with every version of NumPy, and make it round each
 operation as on the CPU.
 

@@ -110,7 +110,7 @@ def tree_sum(
     start: int,
     stop: int,
 ) -> None:
-    """Execute a tree program on rows, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
+    """Sum rows in the order of ``program``, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
 
     The arguments are those of :func:`mpizero.kernels.cpu.update.tree_sum`.
     """

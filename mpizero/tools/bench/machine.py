@@ -265,7 +265,7 @@ class ProductBenchmark:
 
 #: Arrays that the passes need at once.
 ARRAYS = 7
-#: Tree programs that add two and four rows; a row is one array of gradients.
+#: Programs of ``tree_sum`` that add two and four rows; a row is one array of gradients.
 _TWO, _FOUR = (0, -3), (0, -3, 2, -5, -1)
 
 Work = Callable[[], object]
