@@ -312,8 +312,8 @@ class OnlineProducer:
     """Send samples to the trainers; made by :meth:`OnlineJob.producer`. No method is collective.
 
     A producer is a context manager: the end of the ``with`` block is the end of its samples. An exception in the block
-    is sent to the trainers, which raise an error or go on without this producer; it leaves the block when the training
-    has ended.
+    is sent to the trainers, which raise an error or go on without this producer; the exception leaves the block when
+    the training has ended.
 
     Examples
     --------

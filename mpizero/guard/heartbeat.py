@@ -8,9 +8,8 @@ call that does not return, for a report.
 
 [Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
 count as waiting time, although the clock continues. If a job is suspended, its ranks stop and resume at slightly
-different moments.
-If the supervisor's thread wakes far too late, the process was stopped, and :meth:`Supervisor.since` does not count that
-time. If only one rank is stopped, the supervisors of the other ranks notice it.
+different moments. If the supervisor's thread wakes far too late, the process was stopped, and :meth:`Supervisor.since`
+does not count that time. If only one rank is stopped, the supervisors of the other ranks notice it.
 
 [Note: no channel yet] Making a communicator is itself collective, and MPI does not tell which ranks take part. The
 startup table shows which ranks of this node take part. The table does not show ranks of other nodes, but a timeout ends
@@ -381,7 +380,7 @@ class MismatchWatch:
         return self._explain(key) if key else None
 
     def ignore(self, trace: CallTrace) -> None:
-        """Stop reporting mismatches on the communicator of ``trace`` and subsets of its ranks: the caller raises."""
+        """Stop reporting mismatches on the communicator of ``trace`` and subsets of its ranks: the caller reports."""
         self._reported.update(entry.key for entry in self._register.inside(trace))
 
     def _differing(self, limit: int | None) -> str:

@@ -110,7 +110,7 @@ class StatusGroups:
         """Open a status group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
 
         ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. A rank on which the
-        status table or the status server cannot be opened calls ``warn_once`` with the error and goes on without that;
+        status table or the status server cannot be opened calls ``warn_once`` with the error and goes on without it;
         the other ranks do not wait for this rank. ``barrier`` is :meth:`.Waiting.barrier`.
         """
         ranks = tuple(sorted(members))

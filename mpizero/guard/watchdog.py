@@ -185,7 +185,7 @@ class Watchdog:
     # ------------------------------------------------------------------ in the supervisor's thread
 
     def _look(self, now: float) -> float | None:
-        """End the job if a call lasts too long; if ranks are threads, return the seconds until one can."""
+        """End the job if a call lasts too long; if ranks are threads, return the seconds until a call can."""
         if not self._running or self._guard.ending:
             return None
         if self._timer is not None and now - self._restarted > min(self._timeout, self._grace, 10.0) / 4:

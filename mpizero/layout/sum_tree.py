@@ -405,8 +405,9 @@ def dynamic_parts(grains: range, workers: int) -> tuple[range, ...]:
     """Cut consecutive grains into parts, in order, for ``workers`` ranks that each take the next part when free.
 
     Each part is a node of the binary tree in which gradients are summed, so its grains are added to one another first.
-    A part has at most the remaining grains over twice the number of workers (guided self-scheduling, Polychronopoulos
-    and Kuck 1987, with half of their sizes), so that the parts become smaller towards the end, down to single grains.
+    The number of grains in a part is at most that of the remaining grains, divided by twice the number of workers
+    (guided self-scheduling, Polychronopoulos and Kuck 1987, divides by the number of workers). So parts become smaller
+    towards the end, down to single grains.
     """
     parts: list[range] = []
     start = grains.start

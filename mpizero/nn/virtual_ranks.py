@@ -810,8 +810,8 @@ class TiledBlock(Layer):
     def _has_halves(self) -> bool:
         """Tell whether :meth:`backward` calls ``backward_input`` of all tiles, then ``backward_weights`` of all tiles.
 
-        That takes less memory with several context tiles: each has gradients of its own, which exist in the second half
-        only.
+        With several context tiles this order takes less memory: each tile has gradients of its own, which exist in the
+        second half only.
         """
         return self.grid.along > 1 and all(hasattr(form, "backward_input") for form in self.forms)
 

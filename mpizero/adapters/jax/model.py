@@ -68,11 +68,13 @@ class JaxModel:
         If a parameter is no array of floating point numbers, two parameters have the same name, parameters have 64 bits
         but JAX computes in 32, a name in ``frozen`` is unknown, or a function cannot be called with these arguments.
 
-    Notes ----- ``x`` and ``y`` are arrays, or pytrees of them. Arrays wider than the parameters are converted to the
-    parameters' precision. On the first samples, loss and gradient are compared with those for two parts of the samples,
-    and each function is traced twice: a mean in place of a sum, samples whose results depend on each other, and random
-    numbers of ``numpy.random`` raise an error. Importing this package before JAX has computed anything gives XLA as
-    many threads as ``OMP_NUM_THREADS`` says, or 1.
+    Notes
+    -----
+    ``x`` and ``y`` are arrays, or pytrees of them. Arrays wider than the parameters are converted to the parameters'
+    precision. On the first samples, loss and gradient are compared with those for two parts of the samples, and each
+    function is traced twice: a mean in place of a sum, samples whose results depend on each other, and random numbers
+    of ``numpy.random`` raise an error. Importing this package before JAX has computed anything gives XLA as many
+    threads as ``OMP_NUM_THREADS`` says, or 1.
 
     Examples
     --------

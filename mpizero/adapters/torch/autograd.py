@@ -9,7 +9,7 @@ path to an input run in the input half. Where such a node also leads to weights 
 outputs is kept. The weight half begins at such nodes: it computes the gradients of those edges alone, and follows them
 to the weights.
 
-Where several nodes lead to the same such edge (as to a weight that a recurrent layer uses in each step), autograd
+Where several nodes lead to one such edge (as to a weight that a recurrent layer uses in each step), autograd
 cannot compute the contribution of one node alone. The input half then computes all gradients, and the weight half only
 returns those of the weights.
 """

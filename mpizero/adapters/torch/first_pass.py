@@ -433,7 +433,7 @@ class FirstPass:
             )
 
     def follows(self, count: int, *, new: bool) -> bool:
-        """Tell whether to compute ``count`` samples in parts: if their kind is ``new``, or if none were before."""
+        """Tell whether to compute ``count`` samples in parts: if their kind is ``new``, or this is the first time."""
         return not self.trial.done and count > 0 and (new or not self._followed)
 
     def follow(self, fresh: Callable[[], ModuleCopy], x: Any, count: int, *, training: bool) -> None:

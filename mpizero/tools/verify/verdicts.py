@@ -494,7 +494,7 @@ class GradientEvidence:
     expected : mapping of str to array
         Averaged gradient in one process.
     owner_sums : mapping of str to array
-        For each element, the gradient sum over the samples of the rank that updates this element only.
+        For each element, the gradient sum over only the samples of the rank that updates this element.
     uses : mapping of str to mapping of str to array
         By parameter and by name of the use, the part of each use in the parameter's averaged gradient; a parameter
         that is not tied has one use.
