@@ -517,8 +517,8 @@ class ContextDropout(Dropout):
 class ContextPosition(ContextLayer, Position):
     """Apply :class:`Position` to the positions that this rank holds; ``group`` is the context group.
 
-    Rows of the weight's gradient for positions that other ranks hold get zeros. The forward pass is collective over
-    ``group`` if ``run.length`` is 0 (unknown).
+    Rows of the weight's gradient for positions that other ranks hold are set to zero. The forward pass is collective
+    over ``group`` if ``run.length`` is 0 (unknown).
     """
 
     group: Group = field(kw_only=True)
@@ -681,8 +681,8 @@ class ContextModel:
     Use :func:`context_model` to make one. Parameters have the same names and shapes as in ``model``. The gradients,
     loss sum and weight that a rank computes are those of its part of the sequences. Summed over ``group``, gradients,
     loss sum and weight are those of ``model``. If ``model`` is split over a tensor group
-    (:class:`mpizero.nn.SplitModel`), the tensor ranks split a context rank's part of the sequences as they would split
-    whole sequences.
+    (:class:`mpizero.nn.SplitModel`), the tensor group splits the positions that one context rank holds as it would
+    split whole sequences.
     """
 
     model: BlockModel
