@@ -163,7 +163,7 @@ class FunctionModel:
             self.product = product
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a deep copy of the model; ``deepcopy`` alone cannot copy the ``MappingProxyType`` it contains."""
+        """Return a deep copy of the model; ``deepcopy`` alone cannot copy its ``MappingProxyType``."""
         twin = copy(self)
         vars(twin).update({name: deepcopy(v, memo) for name, v in vars(self).items() if name != "parameters"})
         twin.parameters = MappingProxyType(deepcopy(dict(self.parameters), memo))

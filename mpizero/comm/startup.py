@@ -291,8 +291,8 @@ def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -
 
     Collective over ``comm``: one message of 32 bytes a rank if all are equal. ``plans`` returns a mapping from names to
     settings, as :func:`mpizero.comm.agreement.agree_equal` takes it. ``mpizero train`` passes its configuration, and
-    every sharded model passes all its settings. Both call this function first, so that ranks with different settings
-    raise before any work begins.
+    every sharded model passes all its settings. The command and the model call this function first, so that
+    ranks with different settings raise before any work begins.
 
     Raises
     ------

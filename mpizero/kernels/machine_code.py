@@ -143,8 +143,8 @@ class Native:
     Attributes
     ----------
     call : builtin
-        Runs the kernel and returns its result. If an argument does not fit the kernel's signature, it returns the
-        class ``np.ndarray`` instead and does nothing.
+        Runs the kernel and returns its result. If an argument does not fit the kernel's signature, the builtin does
+        nothing and returns the class ``np.ndarray``.
 
     Raises
     ------

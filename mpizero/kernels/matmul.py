@@ -186,7 +186,7 @@ def memory_size(rows: int, depth: int, itemsize: int) -> int:
 
 @kernel("bool(const T[:,:], const T[:,:], T[:,:], T[::1])")
 def product(a: Array, b: Array, c: Array, memory: Array) -> bool:
-    """Write ``a @ b`` to ``c``; return False and do nothing if it does not support a matrix's strides.
+    """Write ``a @ b`` to ``c``; return False and do nothing if the strides of a matrix are not supported.
 
     No axis has length 0. Rows or columns of ``a`` and ``b``, and rows of ``c``, must be contiguous. ``memory`` is
     temporary memory of :func:`memory_size` elements.

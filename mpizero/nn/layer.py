@@ -156,8 +156,8 @@ class Layer(ABC):
         Raises
         ------
         ConfigError
-            The layer's class is a subclass of one in the table, and does not define ``split`` itself. The form in the
-            table might compute something else than the subclass.
+            The layer's class is a subclass of a class in the table, and does not define ``split`` itself. The split
+            form of the base class might compute something else than the subclass.
         """
         if group.size == 1:
             return self

@@ -267,8 +267,8 @@ def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None
 def located(run: Run, x: Array, group: Group, layer: SequenceLayer | None = None) -> Run:
     """Return ``run`` with the length of the whole sequences, and the ranges of positions that the tensor group holds.
 
-    ``x`` (samples, positions, ...) is this rank's part of these positions. ``layer`` is the unsplit layer; None if that
-    computes each position by itself. Collective over ``group`` if ``run.length`` is 0 (unknown).
+    ``x`` (samples, positions, ...) is this rank's part of these positions. ``layer`` is the unsplit layer, or None if
+    this layer computes each position by itself. Collective over ``group`` if ``run.length`` is 0 (unknown).
 
     Raises
     ------

@@ -282,7 +282,7 @@ class VectorMethod(Settings, ABC):
 
     @abstractmethod
     def _take(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
-        """Process the evaluation that was requested; ``loss`` is infinite if it was not finite. Collective."""
+        """Process the requested evaluation; ``loss`` is infinite if the function was infinite or NaN. Collective."""
 
 
 class VectorSolver:
@@ -615,7 +615,7 @@ _ROUNDING, _PART, _FEW = 1e4, 1e-6, 4.0
 
 
 def _rounding(precision: float) -> float:
-    """Return the relative difference up to which losses count as equal in a dtype of this machine epsilon."""
+    """Return the relative difference up to which losses count as equal; ``precision`` is the machine epsilon."""
     return max(_FEW * precision, min(_ROUNDING * precision, _PART))
 
 

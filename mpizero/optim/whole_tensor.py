@@ -302,8 +302,9 @@ class SOAP(TensorOptimizer):
     For the gradients g of a matrix, moving averages L of ``g g^T`` and R of ``g^T g`` are kept, with the decay rate
     ``betas[1]``. The eigenvectors of L and R are a basis in which AdamW updates the matrix. The bases are computed by
     an eigendecomposition in the first step, which updates no matrix, as in the authors' implementation. Every
-    ``frequency`` updates they are corrected by one power iteration and a QR decomposition (algorithm 4). ``betas`` and
-    ``eps`` apply to the updates in this basis and to the other parameters. Moments are bias-corrected as in Adam.
+    ``frequency`` updates the bases are corrected by one power iteration and a QR decomposition (algorithm 4).
+    ``betas`` and ``eps`` apply to the updates in this basis and to the other parameters. Moments are bias-corrected as
+    in Adam.
 
     Attributes
     ----------

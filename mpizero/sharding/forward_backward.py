@@ -188,9 +188,9 @@ class _Passage:
     """Track the collectives that a rank still has to join in one forward and backward pass.
 
     The collectives are a gather of parameters before each pass of a unit, and a reduction after its backward pass. A
-    rank whose computation fails, or that has no micro-batch, still joins all of them, so that no other rank waits for
-    it: as a context manager, a passage joins them if the code inside raises. If ``done`` is None, there is only a
-    forward pass.
+    rank whose computation fails, or that has no micro-batch, still joins all these collectives, so that no other rank
+    waits for it: as a context manager, a passage joins them if the code inside raises. If ``done`` is None, there is
+    only a forward pass.
     """
 
     def __init__(self, store: ParameterProvider, units: Sequence[Unit], done: UnitDone | None) -> None:

@@ -5,12 +5,12 @@ other. :class:`WriteCheck` finds models that leave a part of their gradients unw
 of overwriting them; :class:`GradientDict` refuses to bind another array to the name of a gradient.
 
 [Note: what a check sees] Right after an update, a rank computes the CRC32 of the parameters and optimizer state that it
-has written. It computes the CRC32 again just before the next update. The forward and backward passes in between change
-neither parameters nor state. If the two CRC32s differ, bits have flipped in that time. The comparison works for shards
-and for replicated state. Then all ranks exchange their CRC32s: copies of the same elements must have equal ones. Copies
-exist on different nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a tied
-parameter. This second comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of up
-to 32 neighbouring bits.
+has written. The rank computes the CRC32 again just before the next update. The forward and backward passes in between
+change neither parameters nor state. If the two CRC32s differ, bits have flipped in that time. The comparison works for
+shards and for replicated state. Then all ranks exchange their CRC32s: copies of the same elements must have equal ones.
+Copies exist on different nodes, on tensor ranks that all hold a whole parameter, and on pipeline stages that share a
+tied parameter. This second comparison also finds bits that flipped at any earlier time. A CRC32 detects every change of
+up to 32 neighbouring bits.
 
 [Note: sentinels] Gradients are written into memory that every step reuses. An element that a layer does not write keeps
 the value of an earlier step. Therefore, in the first step of a model, every element is first set to one fixed NaN, the

@@ -112,7 +112,7 @@ def minimize(
     method : {"l-bfgs", "cg", "newton-cg", "gauss-newton"} or VectorMethod
         :class:`~mpizero.optim.LBFGS`, :class:`~mpizero.optim.NonlinearCG` or :class:`~mpizero.optim.NewtonCG`, or an
         instance of one of them. NewtonCG takes Hessian products from the model, ``FunctionModel(product=...)``, if it
-        has them; "gauss-newton" is NewtonCG that requires such products of the model.
+        has them; "gauss-newton" is NewtonCG, and raises an error if the model has no products.
     bounds : pair, dict of str to pair, or None
         As in :class:`~mpizero.optim.LBFGS`; the other methods take no bounds.
     regularization : dict of str to callable, or None

@@ -54,8 +54,8 @@ class Pending(NamedTuple):
     """Hold a computed gradient that has not been applied to the parameters yet.
 
     ``totals`` are loss and weight of the global batch. ``reduced`` is the averaged gradient; None if it is not yet
-    summed over the ranks. ``sent`` is the counter of sent bytes before the gradient was computed. ``calls`` counts the
-    gradients computed since the last step.
+    summed over the ranks. ``sent`` is the number of bytes that this rank had sent before it computed the
+    gradient. ``calls`` counts the gradients computed since the last step.
     """
 
     totals: Totals
@@ -725,9 +725,9 @@ def _formula(engine: Engine) -> dict[str, float]:
     no memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they
     are summed in rounds and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
     feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
-    its own ranges: with d ranks of the inter-node group that makes 2*P*b/L*(1 - 1/d). Here P is the number of gradient
-    elements that are compressed. The state of whole tensors is divided over the n ranks with every strategy, as evenly
-    as is possible without cutting tensors.
+    its own ranges: with d ranks in the inter-node group, residuals need 2*P*b/L*(1 - 1/d). Here P is the number of
+    gradient elements that are compressed. The state of whole tensors is divided over the n ranks with every strategy,
+    as evenly as is possible without cutting tensors.
     """
     placement, grid = engine.placement, engine.grid
     item, n, local = engine.dtype.itemsize, grid.data.size, grid.node.size

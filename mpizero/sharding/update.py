@@ -636,7 +636,7 @@ class GlobalSums:
     layout : FlatLayout
         The parameters that this rank holds. Values of a parameter that several stages use count only on the stage whose
         block declares it. Values of a parameter that all tensor ranks hold whole count only on tensor rank 0. Context
-        ranks hold equal parameters; only context rank 0 counts.
+        ranks hold equal parameters; only the values on context rank 0 count.
     order : sequence of str
         The names of all optimized parameters of the model, in declared order.
     """

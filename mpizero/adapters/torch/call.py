@@ -7,9 +7,9 @@ afterwards. :func:`called` calls a module with the input of a block, and explain
 [Note: bits of PyTorch] A result must not depend on the rank that computes it. Random numbers are drawn from seeds that
 do not depend on the rank (:mod:`mpizero.adapters.user_code`). The configuration sets the number of threads. PyTorch is
 asked for deterministic algorithms. The products of Intel's MKL round differently for arrays of different alignment, and
-the address of a parameter depends on the layout; with ``MKL_CBWR=AUTO``, MKL rounds equally for every alignment. This
-costs no measurable time (docs/bring_your_model.md), but MKL reads the variable only once, before its first product. On
-a GPU, PyTorch refuses products under deterministic algorithms, unless ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS a
+the address of a parameter depends on the layout; with ``MKL_CBWR=AUTO``, MKL rounds equally for every alignment. The
+variable costs no measurable time (docs/bring_your_model.md), but MKL reads it only once, before its first product. On a
+GPU, PyTorch refuses products under deterministic algorithms, unless ``CUBLAS_WORKSPACE_CONFIG`` gives cuBLAS a
 workspace.
 """
 

@@ -404,8 +404,8 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
     """Write the ``indices.size`` values of largest magnitude of ``values + residual`` to ``largest``.
 
     ``indices`` receives their indices, in ascending order. Of values of equal magnitude, those of the smallest indices
-    are chosen. ``residual`` receives all other values of the sum, and 0 at the chosen indices. ``counts`` is temporary
-    memory for 2048 integers, which only the CPU kernel uses.
+    are chosen. ``residual`` receives the values of the sum that are not chosen, and 0 at the chosen indices. ``counts``
+    is temporary memory for 2048 integers, which only the CPU kernel uses.
     """
     wanted = indices.size
     if wanted == 0:

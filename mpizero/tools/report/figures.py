@@ -376,7 +376,7 @@ def is_uneven(curves: Sequence[Curve]) -> bool:
 
 
 def lower_end(curves: Sequence[Curve], *, wide: bool) -> float | None:
-    """Return the lower limit of a logarithmic axis that leaves out a few tiny values; None if there are none."""
+    """Return the lower limit of a logarithmic axis that leaves out a few tiny values; None if no value is tiny."""
     if not wide or not _is_wide(curves):
         return None
     values = _finite(curves)

@@ -782,7 +782,7 @@ def compare_layouts(
     Collective over ``comm``. After every step the loss, the gradient norm and hashes of parameters (as each rank sees
     them) and optimizer arrays are compared with one process that computes in the same tiles. If something differs, the
     training is run once more up to that step, and all that it computes is compared in order, from loss to parameters.
-    If one process cannot compute in these tiles, all of this is compared in every step, within a tolerance.
+    If one process cannot compute in these tiles, all that each step computes is compared, within a tolerance.
 
     Parameters
     ----------
