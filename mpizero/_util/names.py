@@ -187,8 +187,8 @@ def nearest(name: object, known: Iterable[str]) -> str:
 def explains(target: T) -> T:
     """Decorate a public class or function so that wrong arguments raise an error that lists the right ones.
 
-    The error is an :class:`ArgumentError`. Unlike Python's own TypeError, it suggests the most similar argument: ``lr``
-    for ``learning_rate``, for example. The signature and the docstring of ``target`` do not change.
+    The error is an :class:`ArgumentError`, which suggests the most similar argument, unlike Python's own TypeError:
+    ``lr`` for ``learning_rate``, for example. The signature and the docstring of ``target`` do not change.
     """
     if isinstance(target, type):
         init = target.__init__  # type: ignore[misc]
@@ -299,7 +299,7 @@ def no_attribute(owner: object, name: str) -> UnknownNameError:
 def fits(name: str, pattern: str) -> bool:
     """Tell whether a name matches a shell pattern, or equals the pattern.
 
-    The second case is needed because names such as ``w[0]`` look like patterns.
+    Equality is tested, too, because names such as ``w[0]`` look like patterns.
     """
     return name == pattern or fnmatchcase(name, pattern)
 

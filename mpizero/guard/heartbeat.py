@@ -380,7 +380,10 @@ class MismatchWatch:
         return self._explain(key) if key else None
 
     def ignore(self, trace: CallTrace) -> None:
-        """Stop reporting mismatches on the communicator of ``trace`` and subsets of its ranks: the caller reports."""
+        """Stop reporting mismatches on the communicator of ``trace`` and on communicators of subsets of its ranks.
+
+        The caller raises the error of the mismatch instead.
+        """
         self._reported.update(entry.key for entry in self._register.inside(trace))
 
     def _differing(self, limit: int | None) -> str:

@@ -113,8 +113,8 @@ R = TypeVar("R")
 def run_in_turns(functions: Sequence[Callable[[], R]]) -> list[R]:
     """Run the functions as coroutines, which are suspended at each :class:`Meeting`; return their results in order.
 
-    The functions run in an order that is always the same. An exception in one of them ends all. Each function runs in a
-    copy of the caller's context variables.
+    The functions run in an order that is always the same. An exception in one function ends all functions. Each
+    function runs in a copy of the caller's context variables.
 
     Raises
     ------

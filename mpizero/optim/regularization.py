@@ -95,7 +95,7 @@ class VectorSpace(Protocol):
         """Set the elements that :meth:`drop_fixed` sets to 0 to ``bound - point``. Not collective."""
 
     def clip(self, origin: str, step: float, direction: str) -> None:
-        """Set ``direction`` to ``P(origin + step * direction) - origin``; P clips to bounds. Not collective."""
+        """Set ``direction`` to ``P(origin + step * direction) - origin``, where P clips to bounds. Not collective."""
 
     def longest_step(self, origin: str, direction: str) -> float:
         """Return the longest step along ``direction`` within the bounds; infinite without bounds. Collective."""

@@ -256,7 +256,7 @@ class ShardedVectors:
         return bool(self._over_world(float(changed), "max"))
 
     def largest_projected(self, gradient: str) -> float:
-        """Return the largest magnitude of ``point - P(point - gradient)``; P clips to bounds. Collective."""
+        """Return the largest magnitude of ``point - P(point - gradient)``, where P clips to bounds. Collective."""
         limited = {piece.state for piece, _, _ in self._limited}
         parts = [self._of(gradient, piece) for piece in self._updater.pieces if piece.state not in limited]
         for piece, lower, upper in self._limited:
@@ -290,7 +290,7 @@ class ShardedVectors:
                 yield piece, upper, (ahead >= upper) & (slope < 0)
 
     def clip(self, origin: str, step: float, direction: str) -> None:
-        """Set ``direction`` to ``P(origin + step * direction) - origin``; P clips to bounds. Not collective."""
+        """Set ``direction`` to ``P(origin + step * direction) - origin``, where P clips to bounds. Not collective."""
         self.scale(step, direction)
         for piece, lower, upper in self._limited:
             start, move = self._of(origin, piece), self._of(direction, piece)

@@ -385,7 +385,7 @@ class ModelSection(ConfigSection):
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
         """Raise SettingError if the layout cannot split the model on any number of ranks.
 
-        ``model`` is the model that this section describes; None if it does not exist yet.
+        ``model`` is the model that this section describes; None if the model does not exist yet.
         """
 
     def check_data(self, data: DataSection | MadeDataSection) -> None:
