@@ -549,7 +549,7 @@ class Guard(JobExit):
             self.release()
 
     def before_mpi_starts(self) -> None:
-        """Write to the status record that this rank is about to start MPI, which waits for all. Not collective."""
+        """Record in the status that this rank is about to start MPI, which waits for all ranks. Not collective."""
         if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
             self.heartbeat.extra_entries["starts"] = True
             self.heartbeat.refresh_stack()

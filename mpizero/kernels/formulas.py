@@ -1,7 +1,7 @@
 """Define the arithmetic of one element for all kernels: optimizers, activations, losses, norms, attention, compression.
 
 CPU and GPU kernels call these functions of scalars, so that each formula is written once. ``T``, where a formula has
-it, is the type of its number, np.float32 or np.float64. A loss is a float64, whatever the type of the prediction; a
+it, is the type of its numbers, np.float32 or np.float64. A loss is a float64, whatever the type of the prediction; a
 gradient has the prediction's type, and ``scale`` is a factor on the gradient. No literal may change the width of the
 arithmetic: a float literal would turn float32 into float64, an integer literal would widen integers. So constants are
 NumPy scalars of the width that a formula computes in, or are converted by ``T``.

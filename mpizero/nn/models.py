@@ -1065,7 +1065,7 @@ def torch_name(name: str) -> str:
     ============================================  ==========================================
 
     ``torch.nn.Linear`` stores weights as (outputs, inputs), mpizero as (inputs, outputs) (:class:`mpizero.nn.Linear`),
-    so the four matrices of a block are transposed. GPT-2's own ``Conv1D`` stores them as (inputs, outputs), too. The
+    so the four matrices of a block are transposed. GPT-2's own ``Conv1D`` stores weights as (inputs, outputs). The
     shape of ``c_attn``, which is never square, shows which of the two layouts a state dict has. The tables (``wte``,
     ``wpe``, ``lm_head``) have the same layout everywhere. Causal masks saved as buffers (``attn.bias``,
     ``attn.masked_bias``) are ignored. mpizero's GELU is the tanh form: ``torch.nn.GELU(approximate="tanh")``, GPT-2's

@@ -515,7 +515,7 @@ class TileParameters:
         return [_like(grads, views) for views in _gradients(self._cuts, grads, count, copies)], copies
 
     def collect(self, copies: Sequence[_Copied]) -> None:
-        """Copy gradients that tiles have written to copies back to the rank's arrays."""
+        """Copy the gradients in ``copies``, which tiles have written, back to the rank's arrays."""
         for cut, parts, array in copies:
             cut.write_back(parts, array)
 

@@ -571,7 +571,7 @@ class CheckedMicroBatch:
     Attributes
     ----------
     batch : MicroBatch
-        The micro-batch, with its samples on that device.
+        The micro-batch, with its samples on the device where the layers compute.
     by_block : bool
         Whether :meth:`accumulate` is called when the gradients of a block are complete; otherwise :meth:`reduce` checks
         and adds the gradients of all blocks of the unit.
