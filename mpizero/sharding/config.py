@@ -618,8 +618,8 @@ def gathers_units(placement: Placement, groups: int) -> bool:
 def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
     """Return the ranks of ``grid.data`` whose shards this rank updates.
 
-    If the optimizer state is sharded, a rank updates its own shard only. Otherwise it updates the shards of its whole
-    inter-node group, so that every node updates a whole copy.
+    If the optimizer state is sharded, a rank updates its own shard only. If it is not sharded, the rank updates the
+    shards of all ranks of its inter-node group, so that the ranks of every node together update all parameters.
     """
     return (grid.data.rank,) if placement.shard_optimizer else grid.inter_node_ranks
 

@@ -777,12 +777,12 @@ class OverlappedReduction:
 
     [Note: buckets of rows] A row is cut into buckets, which are exchanged from its end, because the backward pass goes
     from the last block to the first. A bucket's partial sums are exchanged as soon as every block in it has finished
-    its backward pass on all ranks of the node; a barrier of the node makes sure of that. With ZeRO-1 a bucket is a
-    unit, of which each peer sums what it owns. With DDP all buckets have one size, and each peer sums an equal part of
-    each, since the elements of a bucket may all be in one shard; then it sends its sums to all peers, into their first
-    rows. A few exchanges of partial sums are in flight at a time (``SegmentQueue``), and any number of all-gathers of
-    sums, because these need no buffers. Every element is added in the order of the tree, so it does not matter which
-    rank adds it.
+    its backward pass on all ranks of the node; a barrier of the node makes sure of that. With ZeRO-1 there is a bucket
+    for each unit, and each peer sums the elements that it owns. With DDP all buckets have one size, and each peer sums
+    an equal part of each bucket, since its elements may all be in one shard; then the peer sends its sums to all peers,
+    into their first rows. A few exchanges of partial sums are in flight at a time (``SegmentQueue``), and any number of
+    all-gathers of sums, because these need no buffers. Every element is added in the order of the tree, so it does not
+    matter which rank adds it.
 
     Parameters
     ----------
@@ -829,7 +829,7 @@ class OverlappedReduction:
             yield Bucket(start, segments, partial(self._sum_for_all, parts))
 
     def _by_unit(self, plan: RowsPlan) -> Iterator[Bucket]:
-        """Yield a bucket for each unit, of which each peer sums what it owns."""
+        """Yield a bucket for each unit; each peer sums the elements of the unit that it owns."""
         for unit in reversed(self._layout.units):
             ranges = [shard.flat_spans(unit.index) for shard in self._exchange.shards]
             to_sum = RowsToSum(self._rows, ranges, plan.group_programs, "gradients")

@@ -526,7 +526,7 @@ class PlannedGrid(NodeOrder):
 
     @cached_property
     def group_calls(self) -> list[GroupCall]:
-        """The calls of the tensor and the context group, in order, since the list was last emptied."""
+        """The collective calls that ``tensor_group`` and ``context_group`` have recorded, in order."""
         return []
 
     @cached_property

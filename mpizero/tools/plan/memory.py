@@ -224,7 +224,7 @@ class SavedMemory(NamedTuple):
 
 
 class PassPeaks(NamedTuple):
-    """Hold, for each pass of a block, the most bytes in use at once that were allocated since the pass began.
+    """Hold the peak memory in bytes of each pass of a block; only memory that the pass has allocated counts.
 
     Attributes
     ----------

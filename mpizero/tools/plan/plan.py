@@ -154,7 +154,7 @@ class RankMemory:
 
     @property
     def _copied(self) -> int:
-        """The bytes of the copy of all parameters that a functional model is given if they are sharded; else 0."""
+        """Bytes of the copy of all parameters that a functional model needs if parameters are sharded; otherwise 0."""
         traffic = self.traffic
         copies = traffic.sharded and not traffic.training.by_block and any(traffic.jobs)
         return traffic.part.layout.size * self._item if copies else 0
