@@ -345,7 +345,7 @@ class _Times(ctypes.Structure):
 
 @functools.cache
 def _stacks_to() -> ProcessSetting[TextIO | int]:
-    """Return the setting of the file to which the timer's signal writes stacks before it ends the process."""
+    """Return the process-wide setting that names the file for stacks, which a signal of the timer writes."""
 
     def register(file: TextIO | int) -> None:
         faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=True)

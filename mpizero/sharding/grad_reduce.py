@@ -311,7 +311,7 @@ class ReduceScatterBuffer:
     store, views, exchange, accumulate
         As in :class:`AllReduceBuffer`.
     in_place : bool
-        Whether the gradients of all units are written at once; see [Note: in place].
+        Whether a function writes the gradients of all units in one call; see [Note: in place].
     """
 
     in_rounds = True
@@ -678,9 +678,9 @@ class AllReduceBuffer:
     def sum(self, divisors: Divisors) -> Array:
         """Sum the rows of all ranks over the ranges that this rank owns, divide by ``divisors``, and return the result.
 
-        Collective over the data group. The result is the array that ``shard`` returns, else this rank's first row. If
-        the rows were summed during the backward pass, the first row already has the sums of the ranges of all peers,
-        and all of them are divided.
+        Collective over the data group. The result is the array that the constructor's ``shard`` returns; this rank's
+        first row if ``shard`` is None. If the rows were summed during the backward pass, the first row already has the
+        sums: with DDP of the ranges of all peers, which are all divided.
         """
         if self.overlapped is not None:
             summed = self._ranges if self.exchange.replicated else [self._ranges[self.exchange.comm.rank]]

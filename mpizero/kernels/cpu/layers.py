@@ -3,8 +3,8 @@
 Sums, maxima and dot products of one row of a matrix are computed in an order that is the same on every CPU. LLVM does
 not vectorize a sum of floats in the order of the loop, because that would change the order. So :func:`row_sum` and its
 neighbours use a fixed order that can be vectorized. A row is cut into blocks of at most ``BLOCK`` elements. A block is
-first reduced to h = (its size) / 8 sums: sum j adds elements j, j + h, j + 2 h, ..., j + 7 h. Four lanes then add these
-h sums. At last the sums of the blocks are added in order.
+first reduced to h = (its size) / 8 sums: sum j adds elements j, j + h, j + 2 h, ..., j + 7 h. Then these h sums are
+added in four lanes of a vector register. At last the sums of the blocks are added in order.
 
 In layer and root-mean-square normalization, rows are samples or positions of sequences. The variance of a row is
 computed in two passes, first the mean and then the mean square of the differences from it. So the variance loses no
