@@ -288,10 +288,17 @@ class Model(ParameterAccess):
         """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
 
         Collective if parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, even if the ranks share
-        memory. Otherwise each rank may call it alone. With ``ema`` the parameters' moving average
-        (``ShardingConfig(ema=...)``) is used instead of the parameters, and the call is collective.
+        memory. Otherwise each rank may call it alone; but with ZeRO-1 and ZeRO-2 on several nodes whose ranks share
+        memory the first call after a step is collective, because the ranks of a node wait together for the updated
+        parameters. With ``ema`` the parameters' moving average (``ShardingConfig(ema=...)``) is used instead of the
+        parameters, and the call is collective.
+
+        Raises
+        ------
+        CollectiveMismatch
+            On all ranks, if the call is collective and other ranks call something else.
         """
-        if self._shards_parameters or ema:
+        if self._shards_parameters or ema or self._engine.store.awaits_node:
             self._check_call("predict")
         if not ema:
             return self._engine.runner.predict(x)

@@ -13,8 +13,8 @@ because integers cannot be averaged. A rank compares the new values of its own m
 hashes of their new values. Ranks without a micro-batch receive the new values if these differ from the old ones. A step
 that updates the parameters adopts the new values; a skipped step drops them.
 
-[Note: regions] The parameters are cut into regions, in the order in which blocks use them. The nodes that own parts of
-a region all-gather them in pieces, a few at a time, in the order of the regions. Before a rank
+[Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region has an
+all-gather of its own, between the nodes that own parts of it; all of these all-gathers begin at once. Before a rank
 reads the parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node
 share one copy, each of them receives a part of the region, and the region is complete when all of them have received
 their parts. Each region therefore has a non-blocking barrier of the node; a rank begins the barrier as soon as its own
@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ from mpizero._util.text import notice
 from mpizero.comm import Communicator, ProcessGrid, Request, SharedMemory
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Timeline
-from mpizero.comm.reduce import IN_FLIGHT, Gathering, begin_gather, keep_testing, pieces_of
+from mpizero.comm.reduce import Gathering, begin_gather, keep_testing
 from mpizero.comm.startup import available_memory
 from mpizero.errors import CollectiveError, LayoutError, MpizeroError, OutOfMemoryError, PeerFailure, SharedMemoryError
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
@@ -792,6 +792,11 @@ class ParameterStore:
             if self._gathering[0].ended:
                 self._gathering.clear()
 
+    @property
+    def awaits_node(self) -> bool:
+        """Tell whether updated parameters are in flight for whose arrival the ranks of a node wait together."""
+        return bool(self._gathering) and self.grid.node.size > 1
+
     def _last_region(self, block: str) -> int:
         """Return how many regions, counted from the first, a rank must wait for before it reads ``block``."""
         ends = [e.span.stop for e in self.layout.entries if e.block == block and e.spec.size]
@@ -937,23 +942,13 @@ class ParameterStore:
 REGION = 1 << 16
 
 
-def region_pieces(regions: Sequence[tuple[int, Span]], shards: Sequence[Shard]) -> list[list[tuple[Span, ...]]]:
-    """Cut regions into the pieces that are gathered one after the other; return, for each region, its pieces.
-
-    Not collective. A piece has one range for each of ``shards``, the shards of the ranks that gather: what its rank
-    owns. ``regions`` are pairs of the index of a unit and the range of the flat parameter vector.
-    """
-    owned = [[shard.spans[unit].intersect(region) for shard in shards] for unit, region in regions]
-    return [list(pieces_of(spans)) or [tuple(spans)] for spans in owned]  # a region of other ranks is an empty piece
-
-
 class ParameterAllGather:
     """Send the parameters that one update has changed to the copies on all nodes, region by region.
 
-    A region is a range of the flat parameter vector for whose arrival ranks can wait. Its pieces
-    (:func:`region_pieces`) are gathered in their order, up to ``IN_FLIGHT`` at a time, so that the parameters arrive in
-    the order in which the next forward pass uses them. Construction begins the first pieces; it is collective over the
-    data group, and no other collective may use the inter-node group until the last piece has arrived.
+    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins the
+    all-gathers, in the order in which the next forward pass uses the parameters; it is collective over the data group.
+    All of them begin at once, because a rank may then call a method that is not collective, and wait in it for messages
+    that other ranks would have to begin.
 
     Parameters
     ----------
@@ -977,32 +972,30 @@ class ParameterAllGather:
         regions: Sequence[tuple[int, Span]],
         shards: Sequence[Shard],
     ) -> None:
-        self._peers, self._memory, self._values = grid.inter_node, memory, values
-        pieces = region_pieces(regions, shards)
-        self._missing = [len(of_region) for of_region in pieces]  # the number of pieces of each region not yet here
-        self._waiting = deque(piece for of_region in pieces for piece in of_region)
-        self._in_flight: deque[Gathering] = deque()
+        self._memory = memory
+        self._gatherings: list[Gathering] = []
         self._barriers: list[Request | None] = []
+        for unit, region in regions:
+            spans = [(shard.spans[unit].intersect(region),) for shard in shards]
+            ((part,),) = spans[grid.inter_node.rank : grid.inter_node.rank + 1]
+            self._gatherings.append(begin_gather(grid.inter_node, [values[part.start : part.stop]], values, spans))
         self._arrived = self._ready = 0
-        self._fill()
 
     @property
     def ended(self) -> bool:
         """Tell whether this rank has waited until all regions were complete. Not collective."""
-        return self._ready == len(self._missing)
+        return self._ready == len(self._gatherings)
 
     def poll(self) -> bool:
         """Let messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
-        while self._in_flight and keep_testing(self._in_flight[0].test):
+        while self._arrived < len(self._gatherings) and keep_testing(self._gatherings[self._arrived].test):
             self._note()
-        return not self._in_flight
+        return self._arrived == len(self._gatherings)
 
-    def wait_requests(self, regions: int | None = None) -> None:
-        """Wait until the sends and receives of the first ``regions`` regions have ended, or all. Not collective."""
-        count = len(self._missing) if regions is None else regions
-        while self._arrived < count:
-            self._in_flight[0].wait()
-            self._note()
+    def wait_requests(self) -> None:
+        """Wait until all of this rank's sends and receives have ended. Not collective."""
+        for gathering in self._gatherings:
+            gathering.wait()
 
     def wait(self, regions: int | None = None) -> None:
         """Wait until the first ``regions`` regions are complete, or all of them if it is None.
@@ -1010,8 +1003,10 @@ class ParameterAllGather:
         Collective over the data group: ranks may call this method at different times, but all must have waited for all
         regions before the next update.
         """
-        self.wait_requests(regions)
-        count = len(self._missing) if regions is None else regions
+        count = len(self._gatherings) if regions is None else regions
+        while self._arrived < count:
+            self._gatherings[self._arrived].wait()
+            self._note()
         if self._ready < count:
             for barrier in self._barriers[self._ready : count]:
                 if barrier is not None:
@@ -1020,22 +1015,9 @@ class ParameterAllGather:
             self._memory.synchronize()
 
     def _note(self) -> None:
-        """Record that one more piece has arrived on this rank, and begin the next one.
-
-        After the last piece of a region, begin the node's barrier for that region.
-        """
-        self._in_flight.popleft()
-        self._fill()
-        self._missing[self._arrived] -= 1
-        if not self._missing[self._arrived]:
-            self._arrived += 1
-            self._barriers.append(self._memory.ibarrier("all-gather"))
-
-    def _fill(self) -> None:
-        while self._waiting and len(self._in_flight) < IN_FLIGHT:
-            piece = self._waiting.popleft()
-            own = self._values[slice(*piece[self._peers.rank])]
-            self._in_flight.append(begin_gather(self._peers, [own], self._values, [(span,) for span in piece]))
+        """Record that one more region has arrived on this rank, and begin the node's barrier for that region."""
+        self._arrived += 1
+        self._barriers.append(self._memory.ibarrier("all-gather"))
 
 
 def poll_pending(gathering: list[ParameterAllGather], seconds: float = 10.0) -> None:

@@ -220,12 +220,10 @@ class RankTraffic:
         """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
         if self.sharded:
             return []
-        shards = [self.part.shards.shards[rank] for rank in self.grid.inter_node_ranks]
-        return [
-            direct_gather_cost([[span.size for span in piece]], self.grid.inter_node.rank, self.training.itemsize)
-            for pieces in params.region_pieces(self.part.layout.regions(params.REGION), shards)
-            for piece in pieces
-        ]
+        spans = [self.part.shards.shards[rank].spans for rank in self.grid.inter_node_ranks]
+        regions = self.part.layout.regions(params.REGION)
+        columns = ([owned[unit].intersect(region).size for owned in spans] for unit, region in regions)
+        return [direct_gather_cost([sizes], self.grid.inter_node.rank, self.training.itemsize) for sizes in columns]
 
     def gathers(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers of units in all passes of a step. Not collective."""

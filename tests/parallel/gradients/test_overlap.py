@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import MpizeroError
+from mpizero.comm import reduce as exchanges
+from mpizero.errors import CollectiveMismatch, MpizeroError
 from mpizero.nn import Layer
 from mpizero.sharding import params as publication
 from mpizero.testing import parallel_assert, run_in_threads
@@ -260,8 +261,42 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
             [True, False, False, False],
             [True, True, False, False],
             [True, True, False, False],
-            [True, True, False, True],
+            [True] * 4,
         ]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_rank_may_predict_alone_while_parameters_travel(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait outside of the library, so whatever the rank needs of them has begun.
+
+    The ranks of a node that shares memory wait together for parameters: there the first call is collective.
+    """
+    monkeypatch.setattr(exchanges, "EXCHANGE_ELEMENTS", 16)
+    x = np.ones((8, 6), np.float32)
+
+    def alone(comm: Any, memory: dict[str, Any], *, first: bool) -> str:
+        with sharded(strategy, comm, mz.nn.MLP(6, (7, 5, 4), 3), micro_batch=2, **memory) as model:
+            model.train(*part(comm, x, np.zeros(8, np.int64)))
+            if not first:
+                model.predict(x[:1])
+            for _ in range(2 if comm.rank == 1 else 0):
+                model.predict(x[:1])
+            comm.barrier()
+            return str(model.parameters_sha256())
+
+    assert len(set(run_in_threads(4, lambda comm: alone(comm, MEMORIES[1], first=True)))) == 1
+    assert len(set(run_in_threads(4, lambda comm: alone(comm, MEMORIES[2], first=False)))) == 1
+
+    def instead_of_training(comm: Any) -> None:
+        with sharded(strategy, comm, mz.nn.MLP(6, (7, 5, 4), 3), micro_batch=2, **MEMORIES[2]) as model:
+            mine = part(comm, x, np.zeros(8, np.int64))
+            model.train(*mine)
+            if comm.rank == 1:
+                model.predict(x[:1])
+            model.train(*mine)
+
+    with pytest.raises(CollectiveMismatch, match="predict"):
+        run_in_threads(4, instead_of_training)
 
 
 def look(model: Any, how: str, x: Any, y: Any) -> Any:
