@@ -1303,8 +1303,8 @@ def _standard_library() -> list[str]:
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
         for name in files:
-            if name.endswith(".py"):
-                path = os.path.join(folder, name)
+            path = os.path.join(folder, name)
+            if name.endswith(".py") and not os.path.islink(path):  # Debian's has a file that is a link to another
                 paths[os.path.relpath(path, root)] = path
     if not paths:
         raise DataError(f"stdlib: no .py files below {root}; give text files instead")

@@ -123,6 +123,13 @@ def test_the_standard_library_is_a_corpus_without_tests():
 
 
 @pytest.mark.slow
+def test_a_file_of_the_standard_library_that_is_a_link_to_another_is_left_out(tmp_path, monkeypatch):
+    (tmp_path / "real.py").write_text("x = 1\n" * 100)
+    (tmp_path / "link.py").symlink_to("real.py")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert len(data.TextSource("stdlib", 8)) == (600 - 1) // 8
+
+
 def test_the_standard_library_is_the_same_in_every_process():
     code = "from mpizero import data; print(data.TextSource('stdlib', 128).fingerprint)"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}  # of this process it is another one
