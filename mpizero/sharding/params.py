@@ -839,8 +839,8 @@ class ParameterStore:
         self.all_gather()
 
     def owned_values(self) -> Array:
-        """Return a copy of the parameters of this rank's shard, concatenated. Collective if :attr:`values` is."""
-        return np.concatenate([self.values[:0], *(self.owned(unit.index) for unit in self.layout.units)])
+        """Return a copy of the parameters of this rank's shard, concatenated. Not collective."""
+        return np.concatenate([self._values[:0], *(self.owned(unit.index) for unit in self.layout.units)])
 
     def fill_owned(self, values: Array) -> None:
         """Set all parameters; ``values`` are those of this rank's shard, concatenated.
