@@ -373,8 +373,7 @@ class ReduceScatterBuffer:
 
     def poll(self) -> None:
         """Let partial sums that are in flight between peers progress. Not collective."""
-        if self._queue:
-            self._queue.poll()
+        self._queue.poll()
 
     def finish(self) -> None:
         """Wait for the partial sums in flight and add them to the stack. Not collective.

@@ -148,7 +148,7 @@ class Noted(Layer):
 
 
 def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bool], bool, int]:
-    """Whether sums have begun to travel as the backward of each block begins, and are in flight after it; the messages."""
+    """Whether sums travel once the backward of each block begins, and still after the step; the number of messages."""
     placed: list[Any] = []
     found: list[bool] = []
 
