@@ -12,6 +12,11 @@ exchange is cut into :class:`Segment` objects. Finally each owner adds the parti
 are gathered by :func:`gather_spans` and its variants: each owner sends its elements to all ranks. A :class:`Codec`
 compresses float32 values: to 16 bits, to 8 bits with one scale for each block, or by top-k.
 
+[Note: rounded sums] A sum can be rounded to bfloat16 after each of its additions (``rounds``), by whichever rank
+computes it, also within a node and on one process. If the gradients of the grains are rounded, too, every partial sum
+is a bfloat16 number, and is sent in 16 bits without loss. So the sum has the same bits on any ranks, as without
+rounding, though other bits than without.
+
 [Note: error feedback] With eight bits or top-k a message leaves out much of a gradient. The sender keeps the difference
 (the residual) and adds it to its next message, so that every part is sent in the end (Seide et al. 2014, *1-bit
 stochastic gradient descent*; Karimireddy et al. 2019, *Error feedback fixes SignSGD*; for top-k Stich et al. 2018,
@@ -27,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, cycle
+from itertools import accumulate, chain, cycle
 from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
@@ -114,7 +119,8 @@ class RowRange(NamedTuple):
     """Describe rows that the owner of some elements has to add, elementwise: ``rows[:, first : first + size]``.
 
     ``target`` is the index of the first of these elements in the gradient vector. ``position`` is the index of the same
-    element in the concatenation of all ranges that this rank owns.
+    element in the concatenation of all ranges that this rank owns. ``rounded`` tells whether sums of these elements are
+    rounded (see [Note: rounded sums]).
     """
 
     rows: Array
@@ -122,6 +128,7 @@ class RowRange(NamedTuple):
     target: int
     position: int
     size: int
+    rounded: bool = False
 
 
 def fresh(name: str, size: int, dtype: Any) -> Array:
@@ -141,18 +148,26 @@ class ExactExchange:
     codec : Codec or None
         Compresses float32 partial sums for other ranks, but for those of :attr:`RowsToSum.exact`. The receiver
         decompresses them and adds in float32; partial sums that stay on their rank are not compressed. With a codec the
-        result depends on the number of ranks.
+        result depends on the number of ranks, unless sums are rounded.
     scratch : Scratch
         Provides the buffers: at most ``2 * elements`` elements for each of the :data:`IN_FLIGHT` segments, and with a
         codec as many compressed ones.
     elements : int or None
         Number of elements of one segment, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
+    rounds : bool
+        Whether sums are rounded to bfloat16, but for the elements :attr:`RowsToSum.exact`; see [Note: rounded sums].
     """
 
     def __init__(
-        self, comm: Communicator, codec: Codec | None = None, scratch: Scratch = fresh, elements: int | None = None
+        self,
+        comm: Communicator,
+        codec: Codec | None = None,
+        scratch: Scratch = fresh,
+        elements: int | None = None,
+        *,
+        rounds: bool = False,
     ) -> None:
-        self.comm, self.codec, self.scratch, self.elements = comm, codec, scratch, elements
+        self.comm, self.codec, self.scratch, self.elements, self.rounds = comm, codec, scratch, elements, rounds
 
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
@@ -161,7 +176,7 @@ class ExactExchange:
         over ``comm``: every rank must consume the whole iterator.
         """
         if self.comm.size == 1:
-            yield from _in_place(rows.values, rows.ranges[0])
+            yield from self._in_place(rows)
             return
         segments = list(self.segments(rows))
         if len(segments) == 1:
@@ -179,15 +194,30 @@ class ExactExchange:
         """Yield the segments of the exchange of ``rows``, each small enough for the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)
-        sums = [program_array(program) for program in rows.programs[self.comm.rank]]
-        codec = self.codec if rows.values.dtype == np.float32 else None
         positions = [span_positions(spans) for spans in rows.ranges]
-        forms = [(None, positions)] if codec is None else in_forms(codec, positions, rows.exact)
-        for form, chosen in forms:
+        for form, chosen in self.forms(positions, rows.exact):
+            sums = self.programs(rows.programs[self.comm.rank], form)
             for low in range(0, max(map(elements_in, chosen)), step):
                 windows = [cut_positions(part, low, low + step) for part in chosen]
                 left = [residual[low : low + step] for residual in rows.residuals] if form else []
                 yield Segment(rows.values, windows, counts, sums, rows.tag, residuals=left, codec=form)
+
+    def forms(
+        self, owned: Sequence[Sequence[SpanPosition]], exact: Sequence[Span]
+    ) -> list[tuple[Codec | None, Sequence[Sequence[SpanPosition]]]]:
+        """Return the elements that each rank owns, by the codec that compresses them: see :func:`in_forms`."""
+        return [(None, owned)] if self.codec is None else [*in_forms(self.codec, owned, exact)]
+
+    def programs(self, programs: Sequence[Program], form: Codec | None) -> list[Array]:
+        """Return tree programs as arrays, for elements that the codec ``form`` compresses. Not collective."""
+        return [program_array(program, rounded=self.rounds and form is not None) for program in programs]
+
+    def both_programs(self, program: Program) -> tuple[Array, Array]:
+        """Return a tree program for elements whose sums are not rounded, and for those whose sums are.
+
+        Not collective.
+        """
+        return program_array(program), program_array(program, rounded=self.rounds)
 
     def begin_segment(self, segment: Segment, *, wait: bool = False, buffers: int = 0) -> Arriving:
         """Compute this rank's partial sums of a segment and start to exchange them.
@@ -260,7 +290,14 @@ class ExactExchange:
                     offset += arriving
             return matrix
 
-        return Arriving(request, unpack, segment.windows[me])
+        return Arriving(request, unpack, segment.windows[me], rounded=self.rounds)
+
+    def _in_place(self, rows: RowsToSum) -> Iterator[RowRange]:
+        """Yield a RowRange for each range of elements that this rank, of the only group, owns."""
+        for position, span in span_positions(rows.ranges[0]):
+            for part, exact in span.split(rows.exact) if self.rounds else [(span, True)]:
+                at = position + part.start - span.start
+                yield RowRange(rows.values, part.start, part.start, at, part.size, not exact)
 
     def _exchange(
         self, send: Array, send_counts: list[int], recv: Array, recv_counts: list[int], tag: str, wait: bool
@@ -273,15 +310,6 @@ class ExactExchange:
             self.comm.alltoallv(send, send_counts, recv, recv_counts, tag)
             return None
         return self.comm.ialltoallv(send, send_counts, recv, recv_counts, tag)
-
-
-def _in_place(rows: Array, spans: Sequence[Span]) -> Iterator[RowRange]:
-    """Yield a RowRange for each of ``spans``, the elements that this rank owns; used if there is only one group."""
-    position = 0
-    for span in spans:
-        if span.size:
-            yield RowRange(rows, span.start, span.start, position, span.size)
-        position += span.size
 
 
 _NO_RESIDUAL = np.empty(0, np.float32)
@@ -325,9 +353,14 @@ class Arriving:
     """Represent a segment whose messages are in flight; see :meth:`ExactExchange.begin_segment`."""
 
     def __init__(
-        self, request: Request | None, unpack: Callable[[], Array], window: Sequence[tuple[int, Span]]
+        self,
+        request: Request | None,
+        unpack: Callable[[], Array],
+        window: Sequence[tuple[int, Span]],
+        *,
+        rounded: bool = False,
     ) -> None:
-        self._request, self._unpack, self._window = request, unpack, window
+        self._request, self._unpack, self._window, self._rounded = request, unpack, window, rounded
 
     def test(self) -> bool:
         """Let MPI make progress, and tell whether all messages have been sent and received."""
@@ -339,7 +372,7 @@ class Arriving:
             self._request.wait()
         rows, column = self._unpack(), 0
         for position, span in self._window:
-            yield RowRange(rows, column, span.start, position, span.size)
+            yield RowRange(rows, column, span.start, position, span.size, self._rounded)
             column += span.size
 
 
@@ -475,13 +508,16 @@ def cut_positions(positions: Sequence[SpanPosition], low: int, high: int) -> lis
     return parts
 
 
-#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.update.DEPTH``).
-MAX_DEPTH = 16
+#: Depth of the stack of the kernels that execute tree programs (``kernels.cpu.update.DEPTH``), and their instruction
+#: that rounds the top of the stack (``ROUND`` there).
+MAX_DEPTH, ROUND = 16, -(2**31)
 
 
 @lru_cache(maxsize=4096)
-def program_array(program: Program) -> Array:
+def program_array(program: Program, *, rounded: bool = False) -> Array:
     """Convert a tree program (a sequence of integer codes for a stack machine) to a read-only int32 array for kernels.
+
+    With ``rounded`` the array has an instruction after each addition that rounds the sum to bfloat16.
 
     Raises
     ------
@@ -497,7 +533,8 @@ def program_array(program: Program) -> Array:
             f"a sum over so many grains is nested {deepest} deep, at most {MAX_DEPTH} are supported: use larger grains "
             "(micro_batch), so that a global batch has at most 32,768 of them"
         )
-    array = np.array(program, np.int32)
+    codes = chain.from_iterable((code, ROUND) if code < 0 else (code,) for code in program) if rounded else program
+    array = np.fromiter(codes, np.int32)
     array.flags.writeable = False
     return array
 
@@ -514,25 +551,34 @@ def tree_sum(rows: Array, first: int, program: Array, divisor: Array, out: Array
 
 
 class Gathering:
-    """Represent the messages that :func:`begin_gather` has started."""
+    """Represent the messages that :func:`begin_gather` has started.
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = list(requests)
+    ``halves`` are the arrays whose values arrive as bfloat16 numbers in the second half of their own memory.
+    """
+
+    def __init__(self, requests: Sequence[Request], halves: Sequence[Array] = ()) -> None:
+        self._requests, self._halves = list(requests), list(halves)
 
     def test(self) -> bool:
         """Let MPI make progress, and tell whether all messages have arrived. Not collective."""
         while self._requests and self._requests[0].test():
             self._requests.pop(0)
-        return not self._requests
+        return not self._requests and self._widen()
 
     def wait(self) -> None:
         """Wait until all messages to and from this rank are complete. Not collective; a second call returns at once."""
         while self._requests:
             self._requests.pop(0).wait()
+        self._widen()
+
+    def _widen(self) -> bool:
+        while self._halves:
+            widen_in_place(self._halves.pop())
+        return True
 
 
 def begin_gather(
-    comm: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]]
+    comm: Communicator, send: Sequence[Array], target: Array, spans: Sequence[Sequence[Span]], *, halves: bool = False
 ) -> Gathering:
     """Start an all-gather: each rank sends the values of its spans, and every rank receives them in ``target``.
 
@@ -543,15 +589,53 @@ def begin_gather(
     ----------
     comm, send, target, spans
         As for :func:`gather_spans`. Every rank has the same number of spans; some may be empty.
+    halves : bool
+        Whether to send float32 values, which must be bfloat16 numbers, in 16 bits. Then ``send`` must be views of
+        ``target``, and the spans of this rank must not be used before ``wait()`` has returned, either.
     """
-    requests = []
+    requests, narrowed = [], []
     for index, values in enumerate(send):
         column = [group[index] for group in spans]
         first = column[comm.rank].start
         for piece in pieces_of(column):
-            own = values[slice(*piece[comm.rank].shift(-first))]
-            requests.append(comm.igather_spans(own, target, piece, "gather"))
-    return Gathering(requests)
+            if halves:
+                narrow_in_place(target[slice(*piece[comm.rank])])
+                upper = tuple(Span(span.start + span.stop, 2 * span.stop) for span in piece)
+                wire = target.view(np.uint16)
+                requests.append(comm.igather_spans(wire[slice(*upper[comm.rank])], wire, upper, "gather"))
+                narrowed += [target[slice(*span)] for span in piece]
+            else:
+                own = values[slice(*piece[comm.rank].shift(-first))]
+                requests.append(comm.igather_spans(own, target, piece, "gather"))
+    return Gathering(requests, narrowed)
+
+
+#: Elements that :func:`narrow_in_place` and :func:`widen_in_place` convert at a time; so many stay in a CPU's cache.
+_CONVERTED = 1 << 14
+
+
+def narrow_in_place(values: Array) -> None:
+    """Round float32 ``values`` to bfloat16, and write the 16-bit numbers to the second half of the array's own memory.
+
+    Not collective. The blocks are converted from the last one on, so no value is overwritten before it is read.
+    """
+    wire, part = values.view(np.uint16)[values.size :], np.empty(min(_CONVERTED, values.size), np.uint16)
+    for stop in range(values.size, 0, -_CONVERTED):
+        start = max(0, stop - _CONVERTED)
+        kernels.cpu.layers.to_bfloat16(values[start:stop], part[: stop - start])
+        wire[start:stop] = part[: stop - start]
+
+
+def widen_in_place(values: Array) -> None:
+    """Undo :func:`narrow_in_place`: convert the numbers in the second half of the array's memory to float32.
+
+    Not collective.
+    """
+    wire, part = values.view(np.uint16)[values.size :], np.empty(min(_CONVERTED, values.size), np.uint16)
+    for start in range(0, values.size, _CONVERTED):
+        stop = min(start + _CONVERTED, values.size)
+        part[: stop - start] = wire[start:stop]
+        kernels.cpu.layers.from_bfloat16(part[: stop - start], values[start:stop])
 
 
 def pieces_of(spans: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
@@ -753,6 +837,10 @@ class HalfPrecision(Codec):
     def decode(self, message: Array, out: Array) -> None:
         """Convert the 16-bit numbers to float32, which is exact."""
         getattr(kernels.backend(out).layers, f"from_{self.name}")(message.view(np.uint16), out)
+
+
+#: Sends rounded sums; see [Note: rounded sums].
+WIRE = HalfPrecision("bfloat16")
 
 
 @dataclass(frozen=True)

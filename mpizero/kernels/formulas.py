@@ -268,6 +268,11 @@ def from_bfloat16(half: Scalar) -> Scalar:
     return np.uint32(np.uint32(half) << _SIXTEEN).view(np.float32)
 
 
+def round_bfloat16(x: Scalar) -> Scalar:
+    """Return a float32 rounded to the nearest bfloat16, ties to even; NaN gives a quiet NaN."""
+    return from_bfloat16(to_bfloat16(x))
+
+
 def to_float16(x: Scalar) -> Scalar:
     """Return the bits of a float32 rounded to float16: infinite for values too large, subnormal for small ones."""
     bits = np.float32(x).view(np.uint32)

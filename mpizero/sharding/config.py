@@ -22,7 +22,7 @@ from mpizero._util.checks import Unexpected, flag, number, positive, whole
 from mpizero._util.names import explains, nearest
 from mpizero._util.settings import Settings, like, one_of, optional, setting, shown
 from mpizero.comm import Communicator, ProcessGrid
-from mpizero.comm.reduce import Codec, codec_of
+from mpizero.comm.reduce import WIRE, Codec, codec_of
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.kernels.gpu import SIXTEEN_BITS
 from mpizero.layout import GrainRule
@@ -137,6 +137,7 @@ class ComputeSettings(Settings):
     clip: float | None = setting(None, optional(positive), off=0.0)
     ema: float | None = setting(None, optional(number(0.0, 1.0, above=True)))
     gradient_compression: str | None = setting(None, optional(_compression), off="none")
+    wire: str | None = setting(None, optional(one_of(WIRE.name)), off="none")
     threads: int = setting(1, whole(1, 1024), resume="free")
     check_every: int = setting(0, whole(0), resume="free")
     device: str = setting("cpu", one_of(*_DEVICES), resume="free")
@@ -145,8 +146,11 @@ class ComputeSettings(Settings):
     mixed_precision: str | None = setting(None, optional(one_of(*reversed(SIXTEEN_BITS))))
 
     def check_combination(self) -> None:
-        """Raise ``ConfigError`` if a setting that needs a GPU is given with ``device="cpu"``."""
+        """Raise ``ConfigError`` for a setting that needs a GPU on the CPU, and for two ways of smaller gradients."""
         super().check_combination()
+        if self.wire is not None and self.gradient_compression is not None:
+            compression = f"{self.named('gradient_compression')} = {shown(self.gradient_compression)}"
+            raise self.reject("wire", f"sends the sums themselves in 16 bits: leave out {compression}, or wire")
         for name in ("optimizer_device", "mixed_precision"):
             if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
                 raise self.reject(name, f'is for GPUs: give {self.named("device")} = "cuda" with it, or leave it out')
@@ -219,6 +223,10 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         later messages (error feedback). Gradients of a parameter are not compressed if other ranks update a copy of the
         parameter (docs/nodes.md). With compression, results on different numbers of ranks are no longer equal to the
         bit.
+    wire : {None, "bfloat16"}
+        "bfloat16" rounds the gradients of grains and each of their sums to bfloat16, on one process too, and sends them
+        in 16 bits. The bits of a training are then others than without, and again the same on any ranks
+        (docs/nodes.md). Needs a float32 model. Statistics of samples, such as running means, are not rounded.
     bucket_mb : float or None
         MiB of a bucket: of partial sums of gradients that nodes (ranks if they share no memory) exchange at once. Up
         to eight buckets are in flight, and the message buffers of each take up to twice its size. None is 2^19
@@ -465,6 +473,18 @@ def check_bucket(settings: DataParallelSettings, compression: str | None, named:
         )
 
 
+def check_wire(config: Config, dtype: Any, contexts: int) -> None:
+    """Raise an error if ``config.wire`` is set for a model that is not in float32, or with context groups.
+
+    Not collective. ``contexts`` is the number of ranks in a context group. The gradients of such ranks are parts of a
+    grain, which one process adds without rounding.
+    """
+    if config.wire is not None and dtype != "float32":
+        raise config.reject("wire", f"needs a model in float32, this one is in {dtype}")
+    if config.wire is not None and contexts > 1:
+        raise config.reject("wire", f"cannot be used with context groups (context={contexts})")
+
+
 #: Which gradients are written to scratch memory, see :func:`scratch_use`.
 ScratchUse = Literal["grains", "micro-batches"] | None
 
@@ -506,11 +526,11 @@ def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder,
     return requested and not assigned_in_advance(placement, config, grid, model_ranks)
 
 
-def overlaps_reduction(placement: Placement, nodes: int, stages: int, codec: Codec | None) -> bool:
+def overlaps_reduction(placement: Placement, nodes: int, stages: int, compression: str | None) -> bool:
     """Tell whether a model of blocks sums its rows over nodes during the backward pass (DDP and ZeRO-1).
 
-    There is no overlap with compression, because its results depend on where messages are cut. There is no overlap in
-    pipelines either, because their stages end their last micro-batches at different times.
+    There is no overlap with ``gradient_compression``, because its results depend on where messages are cut. There is no
+    overlap in pipelines either, because their stages end their last micro-batches at different times.
 
     Parameters
     ----------
@@ -518,10 +538,10 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, codec: Cod
         The strategy's row of the placement table.
     nodes, stages : int
         Number of ranks of the inter-node group, which exchange sums, and number of pipeline stages.
-    codec : Codec or None
-        The codec that compresses messages; None without compression.
+    compression : str or None
+        The setting ``gradient_compression``.
     """
-    return not placement.in_rounds and nodes > 1 and stages == 1 and codec is None
+    return not placement.in_rounds and nodes > 1 and stages == 1 and compression is None
 
 
 def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:
@@ -576,27 +596,32 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, nodes: int, in_round
     return bool(able) and not norm and not ties and (nodes == 1 or in_rounds)
 
 
-def gradient_codec(compression: str | None, itemsize: int) -> Codec | None:
-    """Return the codec that compresses gradient messages.
+def gradient_codec(compression: str | None, wire: str | None, itemsize: int) -> Codec | None:
+    """Return the codec that compresses gradient messages, by the settings ``gradient_compression`` and ``wire``.
 
-    Return None if ``compression`` is None or elements do not have 4 bytes: only float32 gradients are compressed.
+    Return None if both are None, or if elements do not have 4 bytes: only float32 gradients are compressed.
 
     Raises
     ------
     ConfigError
         If ``compression`` is not a value that ``Config.gradient_compression`` takes.
     """
-    codec = codec_of(compression)
+    codec = codec_of(compression) if wire is None else WIRE
     return codec if itemsize == 4 else None
 
 
-def sent_exactly(placement: Placement, partitioned: PartitionedModel, layout: FlatLayout) -> tuple[Span, ...]:
+def sent_exactly(
+    placement: Placement, partitioned: PartitionedModel, layout: FlatLayout, wire: str | None
+) -> tuple[Span, ...]:
     """Return the ranges of ``layout``'s gradient vector that are never compressed, in ascending order.
 
-    See [Note: copies] in ``sharding/grad_reduce.py``. The ranges include the gradients of a parameter that several
-    stages use only with replicated optimizer state: otherwise the owners of its copies add the sums of all uses, so
-    that the copies stay equal.
+    With ``wire``, which loses nothing of a rounded sum, these are the statistics of samples, whose sums are not
+    rounded. Without, see [Note: copies] in ``sharding/grad_reduce.py``. The ranges include the gradients of a parameter
+    that several stages use only with replicated optimizer state: otherwise the owners of its copies add the sums of all
+    uses, so that the copies stay equal.
     """
+    if wire is not None:
+        return layout.averages
     shared = () if placement.shard_optimizer else partitioned.uses
 
     def exact(entry: ParameterUse) -> bool:

@@ -103,13 +103,16 @@ class DeviceUpdater(Updater):
         for slot, values in host.items():
             self.device.write(self.state[slot], values)
 
-    def update_fused(self, rows: Array, program: Array, divisors: Divisors, out: Array, threads: int) -> None:
+    def update_fused(
+        self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
+    ) -> None:
         """Sum the gradients in ``rows`` on the GPU, divide the sum, and update the parameters from it.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters.
         """
         placed = Divisors(*map(self._placed, divisors))
-        super().update_fused(rows, self._placed(program), placed, out, _ONE_THREAD)
+        exact, rounded = map(self._placed, programs)
+        super().update_fused(rows, (exact, rounded), placed, out, _ONE_THREAD)
         self.device_parameters.updated(on_host=False)
 
     def update(self, reduced: Array, threads: int, loss: float) -> None:
@@ -166,12 +169,15 @@ class StagedUpdater(DeviceUpdater):
 
     # ------------------------------------------------------------------ updates
 
-    def update_fused(self, rows: Array, program: Array, divisors: Divisors, out: Array, threads: int) -> None:
+    def update_fused(
+        self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
+    ) -> None:
         """Sum the gradients in ``rows`` on the host, divide the sum, copy it to the GPU, and update parameters there.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters;
         ``out`` is not used.
         """
+        exact, program = programs
 
         def tree(at: int, first: int, target: Array) -> None:
             args = (rows, at + first, rows[:0], 0, program, divisors.gradients, target)
@@ -184,7 +190,7 @@ class StagedUpdater(DeviceUpdater):
                 tree(use, first, other)
                 target += other
 
-        self._average(self.store.values, rows, program, divisors)
+        self._average(self.store.values, rows, exact, divisors)
         fills: dict[UpdateRun | UpdatePiece, Fill] = {run: partial(tree, run.gradient) for run in self.plain_runs}
         self._update(fills | {piece: partial(tied, piece) for piece in self.tied})
 

@@ -198,9 +198,9 @@ class Engine(PlacedModel):
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced, totals.mean)
-        rows, program, out = self.reducer.operands()
+        rows, programs, out = self.reducer.operands()
         with self.timeline.span("optimizer"):
-            updater.update_fused(rows, program, divisors, out, self.config.threads)
+            updater.update_fused(rows, programs, divisors, out, self.config.threads)
         self.store.all_gather(exchange=self.placement.shard_optimizer, later=True)
         return None, ()
 

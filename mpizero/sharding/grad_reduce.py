@@ -48,7 +48,6 @@ from mpizero.comm.reduce import (
     exchange_step,
     gather_packed,
     gather_spans,
-    program_array,
     tree_sum,
 )
 from mpizero.errors import StateError
@@ -161,6 +160,7 @@ class ReduceScatterMicroBatch(MicroBatch):
         if self.number == buffer.accumulate - 1:
             if self._in_grain:
                 buffer.grain_sum.finish(gradients, base)
+                buffer.exchange.round(gradients, base)
             with buffer.timeline.span("reduction", unit):
                 buffer.reduce_scatter(unit, self._round)
 
@@ -199,10 +199,23 @@ class AllReduceMicroBatch(MicroBatch):
             self.overlapped.ended(unit.blocks)
 
 
-#: The arguments of a fused update, one that also sums the gradients: a 2-D array of partial sums (rows, or levels of
-#: the stack; ``UpdatePiece.gradient`` is an index into one of them); the tree program, which says which of them are
-#: added in which order; and the row or level to which an optimizer that needs norms (LAMB) writes update directions.
-Operands = tuple[Array, Array, Array]
+class Operands(NamedTuple):
+    """Hold the arguments of a fused update, one that also sums the gradients.
+
+    Attributes
+    ----------
+    rows : 2-D array
+        The partial sums: rows, or levels of the stack. ``UpdatePiece.gradient`` is an index into one of them.
+    programs : (array, array)
+        The tree program, which says which of them are added in which order, for elements whose sums are not rounded,
+        and for those whose sums are.
+    out : 1-D array
+        The row or level to which an optimizer that needs norms (LAMB) writes update directions.
+    """
+
+    rows: Array
+    programs: tuple[Array, Array]
+    out: Array
 
 
 class GradientViews:
@@ -383,11 +396,11 @@ class ReduceScatterBuffer:
         self._queue.finish()
 
     def operands(self) -> Operands:
-        """Return the stack, the tree program that reads the level with this rank's final sums, and that level.
+        """Return the stack, the tree programs that read the level with this rank's final sums, and that level.
 
         Not collective.
         """
-        return self.stack, program_array((self._root,)), self.stack[self._root]
+        return Operands(self.stack, self.exchange.both_programs((self._root,)), self.stack[self._root])
 
     def sum(self, divisors: Divisors) -> Array:
         """Divide the final sums of this rank's shard by ``divisors``, and return them. Not collective."""
@@ -435,7 +448,7 @@ class ReduceScatterBuffer:
         rows = self.slots[self._next]
         ranges = [(s.flat_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shards]
         base = self.shard.gradient_offsets[unit.index]
-        programs = [(level, program_array(program)) for level, program in this_round.merges]
+        programs = [(level, self.exchange.both_programs(program)) for level, program in this_round.merges]
         residuals = self.exchange.residuals(unit.index)
         exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
         to_sum = RowsToSum(rows, ranges, this_round.group_programs, "unit gradients", residuals, exact)
@@ -454,11 +467,13 @@ class ReduceScatterBuffer:
         if self._in_place and unit.index == 0:
             self.memory.barrier("gradients in place")
 
-    def _merge(self, piece: RowRange, at: int, programs: Sequence[tuple[int, Array]], arrivals: int) -> None:
+    def _merge(
+        self, piece: RowRange, at: int, programs: Sequence[tuple[int, tuple[Array, Array]]], arrivals: int
+    ) -> None:
         fused = kernels.backend(self.stack).update
         rows = piece.rows[:arrivals]
-        for level, program in programs:
-            out = self.stack[level, at : at + piece.size]
+        for level, both in programs:
+            out, program = self.stack[level, at : at + piece.size], both[piece.rounded]
             fused.tree_sum(rows, piece.first, self.stack, at, program, self._one, out, 0, piece.size)
 
 
@@ -529,6 +544,7 @@ class AllReduceBuffer:
         self._plan: RowsPlan | None = None
         self.scheduler = scheduler
         self._dynamic_grains = 0  # number of grains of the batch if they are assigned dynamically, else 0
+        self._one = np.ones(1, self.dtype)
         self.overlapped: OverlappedReduction | None = None
         store.progress.register("rows", self.poll)
 
@@ -536,7 +552,7 @@ class AllReduceBuffer:
     def overlaps(self) -> bool:
         """Tell whether rows are summed while the backward pass still fills them. Not collective."""
         nodes, stages = self.grid.inter_node.size, self.grid.pipeline.size
-        return self._by_block and overlaps_reduction(self.exchange.placement, nodes, stages, self.exchange.codec)
+        return self._by_block and overlaps_reduction(self.exchange.placement, nodes, stages, self.exchange.compression)
 
     def owners(self, count: int) -> list[int]:
         """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
@@ -632,9 +648,11 @@ class AllReduceBuffer:
             self.grain_sum.add(part, start, number)
             if last:
                 self.grain_sum.finish(part, start)
+                self.exchange.round(part, start)
                 for target in step.targets:
                     total = self.row(target)[start:stop]
                     total += part
+                    self.exchange.round(total, start)
                     part = total
 
     def parts_of(self, row: int | None, unit: Unit, block: str) -> list[Array]:
@@ -667,44 +685,53 @@ class AllReduceBuffer:
     # ------------------------------------------------------------------ sums
 
     def operands(self) -> Operands:
-        """Return the rows of all ranks of the node, the program that sums them, and this rank's first row.
+        """Return the rows of all ranks of the node, the programs that sum them, and this rank's first row.
 
         Collective over the node.
         """
         self._barrier()
-        return self.window, program_array(self._current().root), self.row(0)
+        return Operands(self.window, self.exchange.both_programs(self._current().root), self.row(0))
 
     def sum(self, divisors: Divisors) -> Array:
         """Sum the rows of all ranks over the ranges that this rank owns, divide by ``divisors``, and return the result.
 
         Collective over the data group. The result is the array that the constructor's ``shard`` returns; this rank's
         first row if ``shard`` is None. If the rows were summed during the backward pass, the first row already has the
-        sums: with DDP of the ranges of all peers, which are all divided.
+        sums: with DDP of the ranges of all peers, which are all divided. DDP sends rounded sums here, before it divides
+        them.
         """
         if self.overlapped is not None:
-            summed = self._ranges if self.exchange.replicated else [self._ranges[self.exchange.comm.rank]]
-            for span in (span for spans in summed for span in spans):
-                for part, averaged in span.split(self.layout.averages):
-                    values = self.row(0)[part.start : part.stop]
-                    np.divide(values, divisors.of(averaged=averaged), out=values)
+            self._divide(divisors)
             return self.row(0)
         self._barrier()
-        pieces, program = self._pieces()
+        pieces, both = self._pieces()
         result = self.row(0) if self._shard is None else self._shard()
         for piece in pieces:
             start = piece.target if self._shard is None else piece.position
             for part, averaged in Span(piece.target, piece.target + piece.size).split(self.layout.averages):
-                inside, divisor = part.start - piece.target, divisors.of(averaged=averaged)
+                inside = part.start - piece.target
+                divisor = self._one if self.exchange.sends_totals else divisors.of(averaged=averaged)
                 out = result[start + inside : start + inside + part.size]
-                tree_sum(piece.rows, piece.first + inside, program, divisor, out)
+                tree_sum(piece.rows, piece.first + inside, both[piece.rounded], divisor, out)
+        if self.exchange.sends_totals:
+            self.exchange.replicate(result, self._ranges)
+            self._divide(divisors)
         return result
+
+    def _divide(self, divisors: Divisors) -> None:
+        """Divide the sums in this rank's first row: of all peers' ranges, or of its own range."""
+        summed = self._ranges if self.exchange.replicated else [self._ranges[self.exchange.comm.rank]]
+        for span in (span for spans in summed for span in spans):
+            for part, averaged in span.split(self.layout.averages):
+                values = self.row(0)[part.start : part.stop]
+                np.divide(values, divisors.of(averaged=averaged), out=values)
 
     def replicate(self) -> None:
         """Send the sums of every peer to all peers, if all peers need them and do not have them yet.
 
         Collective over the data group.
         """
-        if self.exchange.replicated and self.overlapped is None:
+        if self.exchange.replicated and self.overlapped is None and not self.exchange.sends_totals:
             self.exchange.replicate(self.row(0), self._ranges)
 
     def local_sum(self) -> Array:
@@ -721,14 +748,14 @@ class AllReduceBuffer:
             assigned, groups = self.scheduler.assigned(self._dynamic_grains), self.grid.group_sizes
             self._plan = rows_plan(assigned, groups, self._dynamic_grains, rows=self._rows_a_rank)
 
-    def _pieces(self) -> tuple[Iterator[RowRange], Array]:
-        """Exchange partial sums; return an iterator over the pieces that this rank must sum, and the tree program.
+    def _pieces(self) -> tuple[Iterator[RowRange], tuple[Array, Array]]:
+        """Exchange partial sums; return an iterator over the pieces that this rank must sum, and the tree programs.
 
-        Collective over the data group. The program says which rows of a piece are added in which order.
+        Collective over the data group. The programs say which rows of a piece are added in which order.
         """
         plan, residuals = self._current(), self.exchange.residuals()
         rows = RowsToSum(self.window, self._ranges, plan.group_programs, "gradients", residuals, self.exchange.exact)
-        return self.exchange.pieces(rows), program_array(plan.root)
+        return self.exchange.pieces(rows), self.exchange.both_programs(plan.root)
 
     def _current(self) -> RowsPlan:
         if self._plan is None:
@@ -788,7 +815,7 @@ class OverlappedReduction:
     store : ParameterStore
         The parameters, with the layout of gradients in a row, the node's memory and the timeline.
     exchange : GradientExchange
-        Sends partial sums between peers; it must not compress them.
+        Sends partial sums between peers; it must not compress them with loss.
     spans : sequence over peers of sequences of Span
         The ranges of the row that each peer owns.
     plan : RowsPlan
@@ -807,7 +834,7 @@ class OverlappedReduction:
     ) -> None:
         self._layout, self._memory, self._timeline = store.layout, store.memory, store.timeline
         self._exchange, self._peers, (self._rows, self.total) = exchange, store.grid.inter_node, rows
-        self._root = program_array(plan.root)
+        self._roots = exchange.both_programs(plan.root)
         self._one = np.ones(1, self.total.dtype)
         self._buckets = list(self._by_size(plan, spans) if exchange.replicated else self._by_unit(plan))[::-1]
         self._ends = {block: 0 for unit in self._layout.units for block in unit.blocks}
@@ -821,17 +848,20 @@ class OverlappedReduction:
     def _by_size(self, plan: RowsPlan, spans: Sequence[Sequence[Span]]) -> Iterator[Bucket]:
         """Yield buckets of equal sizes, in which each peer sums as much as the others, and sends its sums to all."""
         counts = [len(programs) for programs in plan.group_programs]
-        sums = [program_array(program) for program in plan.group_programs[self._peers.rank]]
-        for start, parts in cut_buckets(spans, self.total.size, counts, self._exchange.elements):
-            windows = [[(0, span) for span in part if span.size] for part in parts]
-            segments = [Segment(self._rows, windows, counts, sums, "gradients")] if any(windows) else []
-            yield Bucket(start, segments, partial(self._sum_for_all, parts))
+        exchange = self._exchange
+        for start, parts in cut_buckets(spans, self.total.size, counts, exchange.elements):
+            for form, inside in bucket_forms(parts, exchange.codec, exchange.exact):
+                windows = [[(0, span) for span in part if span.size] for part in inside]
+                sums = exchange.programs(plan.group_programs[self._peers.rank], form)
+                segment = Segment(self._rows, windows, counts, sums, "gradients", codec=form)
+                take = partial(self._sum_for_all, inside, halves=form is not None)
+                yield Bucket(start, [segment] if any(windows) else [], take)
 
     def _by_unit(self, plan: RowsPlan) -> Iterator[Bucket]:
         """Yield a bucket for each unit; each peer sums the elements of the unit that it owns."""
         for unit in reversed(self._layout.units):
             ranges = [shard.flat_spans(unit.index) for shard in self._exchange.shards]
-            to_sum = RowsToSum(self._rows, ranges, plan.group_programs, "gradients")
+            to_sum = RowsToSum(self._rows, ranges, plan.group_programs, "gradients", exact=self._exchange.exact)
             yield Bucket(self._layout.gradient_bases[unit.index], list(self._exchange.segments(to_sum)), self._sum)
 
     def ended(self, blocks: Sequence[str]) -> None:
@@ -875,13 +905,16 @@ class OverlappedReduction:
         """Add up partial sums that have arrived."""
         for piece in pieces:
             out = self.total[piece.target : piece.target + piece.size]
-            tree_sum(piece.rows, piece.first, self._root, self._one, out)
+            tree_sum(piece.rows, piece.first, self._roots[piece.rounded], self._one, out)
 
-    def _sum_for_all(self, parts: Sequence[Sequence[Span]], pieces: Iterable[RowRange]) -> None:
-        """Add up partial sums that have arrived, and begin to send this rank's sums to all peers."""
+    def _sum_for_all(self, parts: Sequence[Sequence[Span]], pieces: Iterable[RowRange], *, halves: bool) -> None:
+        """Add up partial sums that have arrived, and begin to send this rank's sums to all peers.
+
+        With ``halves`` the sums are rounded, and are sent in 16 bits.
+        """
         self._sum(pieces)
         sums = [self.total[span.start : span.stop] for span in parts[self._peers.rank]]
-        self._gatherings.append(begin_gather(self._peers, sums, self.total, parts))
+        self._gatherings.append(begin_gather(self._peers, sums, self.total, parts, halves=halves))
 
 
 class Bucket(NamedTuple):
@@ -935,6 +968,24 @@ def cut_buckets(
     return buckets
 
 
+def bucket_forms(
+    parts: Sequence[Sequence[Span]], codec: Codec | None, exact: Sequence[Span]
+) -> list[tuple[Codec | None, Sequence[Sequence[Span]]]]:
+    """Divide the ranges of a bucket that each peer sums into those sent uncompressed and those sent by ``codec``.
+
+    Not collective. The result has pairs of a codec (None for the uncompressed ranges) and the ranges of each peer; all
+    peers have equally many of them, and some are empty. ``exact`` are the ranges that are not compressed.
+    """
+    if codec is None:
+        return [(None, parts)]
+    forms: list[tuple[Codec | None, Sequence[Sequence[Span]]]] = []
+    for form, chosen in ((None, True), (codec, False)):
+        cut = [[p for span in group for p, inside in span.split(exact) if inside is chosen] for group in parts]
+        longest = max(map(len, cut))
+        forms.append((form, [ranges + [Span(0, 0)] * (longest - len(ranges)) for ranges in cut]))
+    return forms
+
+
 def _shared_evenly(spans: Sequence[Span], nodes: int) -> tuple[tuple[Span, ...], ...]:
     """Cut the concatenation of ``spans`` by the shard rule; return, for each peer, its part of every span."""
     total, parts = sum(span.size for span in spans), []
@@ -983,7 +1034,13 @@ class GradientExchange(ExactExchange):
     elements : int or None
         Number of elements of a bucket; None is the default of :class:`ExactExchange`.
     exact : sequence of Span
-        The ranges of the gradient vector that are never compressed ([Note: copies]), in ascending order.
+        The ranges of the gradient vector that are neither compressed ([Note: copies]) nor rounded, in ascending order.
+    wire : str or None
+        The setting ``Config.wire``: "bfloat16" rounds sums ([Note: rounded sums] in ``comm/reduce.py``), and sends them
+        in 16 bits.
+    ties : bool
+        Whether pipeline stages add gradients of parameters that they share. They do so after the sums over ranks, and
+        the results are not rounded.
     """
 
     def __init__(
@@ -994,10 +1051,14 @@ class GradientExchange(ExactExchange):
         *,
         elements: int | None = None,
         exact: Sequence[Span] = (),
+        wire: str | None = None,
+        ties: bool = False,
     ) -> None:
-        super().__init__(store.grid.gradients, None, store.memory.scratch, elements)
+        super().__init__(store.grid.gradients, None, store.memory.scratch, elements, rounds=wire is not None)
         self.memory, self.shards, self.dtype, self.placement = store.memory, store.group_shards, store.dtype, placement
-        self.replicated, self.exact = not placement.shard_optimizer, exact
+        self.replicated, self.exact, self.wire = not placement.shard_optimizer, exact, wire
+        #: Whether DDP sends sums to all peers before it divides them by the weight, while they are bfloat16 numbers.
+        self.sends_totals = self.rounds and self.replicated and self.comm.size > 1 and not ties
         self._residual = self._next = np.empty(0, np.float32)
         self.compress(compression)
 
@@ -1008,7 +1069,7 @@ class GradientExchange(ExactExchange):
         """
         self.memory.release(RESIDUALS, self._residual)
         self.memory.release(RESIDUALS, self._next)
-        self.compression, self.codec = compression, gradient_codec(compression, self.dtype.itemsize)
+        self.compression, self.codec = compression, gradient_codec(compression, self.wire, self.dtype.itemsize)
         self._of_units = [compressed_sizes(shard, self.exact) for shard in self.shards]
         sizes = residual_sizes(
             [sum(units) for units in self._of_units], self.comm.rank, self.codec, replicated=self.replicated
@@ -1016,6 +1077,15 @@ class GradientExchange(ExactExchange):
         self._bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         self._residual, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
         self.forget()
+
+    def round(self, values: Array, start: int) -> None:
+        """Round gradients in place, if sums are rounded; ``start`` is the index of the first in the gradient vector.
+
+        Not collective.
+        """
+        for part, exact in Span(start, start + values.size).split(self.exact) if self.rounds else ():
+            if not exact:
+                kernels.backend(values).update.round_bfloat16(values[part.start - start : part.stop - start])
 
     @property
     def bucket_mb(self) -> float:
@@ -1119,7 +1189,7 @@ class GradientExchange(ExactExchange):
         Collective over the peers. ``spans`` holds the ranges of every peer.
         """
         plain = spans
-        if self.codec is not None and self.comm.size > 1:
+        if self.codec is not None and self.comm.size > 1 and self.sends_totals is self.rounds:
             plain, packed = (
                 [
                     [part for span in ranges for part, exact in span.split(self.exact) if exact is chosen]

@@ -463,6 +463,8 @@ class GradientCompressionOptimizer(ShardedOptimizer):
     def comparable(self, model: Model) -> dict[str, Any]:
         """Return all settings that must be equal on all ranks, by name, including the compression. Not collective."""
         check_bucket(model.config, self.compression, "compression")
+        if model.config.wire is not None:
+            raise model.config.reject("wire", f"leave it out, or give no {type(self).__name__}")
         return super().comparable(model) | {"compression": self.compression}
 
     def _bind(self, model: Model) -> None:

@@ -30,6 +30,7 @@ from mpizero.sharding.config import (
     Placement,
     assigned_in_advance,
     assigns_rounds,
+    check_wire,
     schedules_dynamically,
     scratch_use,
     sent_exactly,
@@ -122,6 +123,7 @@ class PlacedModel:
         if self.block_model and not mesh.is_guest:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
+        check_wire(config, self.dtype, contexts)
         self._find_part(parallel_layout, private=private)
         self._scratch = scratch_use(config, self.grid.pipeline.size, by_block=self.block_model)
         used = {"scratch": self._scratch == "grains", "in_place": writes_in_place(model)}
@@ -208,7 +210,9 @@ class PlacedModel:
             placement,
             config.gradient_compression,
             elements=elements,
-            exact=sent_exactly(placement, self.partitioned, self.layout),
+            exact=sent_exactly(placement, self.partitioned, self.layout, config.wire),
+            wire=config.wire,
+            ties=self.partitioned.has_shared_parameters,
         )
         self.compute_device.share_gradients(grid.data.size)
         allocator = self.compute_device.allocator(self.memory)

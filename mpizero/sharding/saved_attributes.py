@@ -85,17 +85,17 @@ def _layout_text(layout: Mapping[str, Any] | None) -> str:
 
 #: What errors say is expected of the record.
 EXPECTED_GRAINS = (
-    "null, or order (text), micro_batch and efficient (null or whole number >= 1), accumulate (the same, no null) and "
-    "coarse (true or false)"
+    "null, or order (text), micro_batch and efficient (null or whole number >= 1), accumulate (the same, no null), "
+    "coarse (true or false) and, where sums are rounded, wire (text)"
 )
 #: What a checkpoint without a record means: the default of the versions that wrote none.
 _BEFORE = {"micro_batch": None, "efficient": None, "coarse": False}
 _NUMBERS = ("micro_batch", "efficient")
 
 
-def grain_record(rule: GrainRule) -> dict[str, Any]:
-    """Return the record that a checkpoint holds of a grain rule, as plain JSON values."""
-    return {"order": ORDER, **asdict(rule)}
+def grain_record(rule: GrainRule, wire: str | None) -> dict[str, Any]:
+    """Return the record that a checkpoint holds of a grain rule and of ``Config.wire``, as plain JSON values."""
+    return {"order": ORDER, **asdict(rule), **({} if wire is None else {"wire": wire})}
 
 
 def is_grain_record(value: object) -> bool:
@@ -104,8 +104,9 @@ def is_grain_record(value: object) -> bool:
         return True
     return (
         isinstance(value, dict)
-        and value.keys() | {"coarse"} == {"order", "micro_batch", "accumulate", "efficient", "coarse"}
+        and value.keys() - {"wire"} | {"coarse"} == {"order", "micro_batch", "accumulate", "efficient", "coarse"}
         and isinstance(value.get("coarse", False), bool)  # older versions wrote none
+        and isinstance(value.get("wire", ""), str)
         and isinstance(value["order"], str)
         and is_count(value["accumulate"], 1)
         and all(value[name] is None or is_count(value[name], 1) for name in _NUMBERS)
@@ -126,17 +127,18 @@ def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
     """Cut global batches from now on into grains as the training that wrote the checkpoint did.
 
     Not collective; every rank calls it. A ``micro_batch`` that the user has set is kept. Rank 0 prints a notice if that
-    setting or ``accumulate`` differs from the record, and if the recorded ``micro_batch`` is used.
+    setting, ``accumulate`` or ``wire`` differs from the record, and if the recorded ``micro_batch`` is used.
     """
     config, rule = engine.config, engine.config.grain_rule(engine.model)
     recorded = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
     engine.grain_rule = rule if config.micro_batch is not None else replace(rule, **recorded)
     if record is None or not engine.prints_notices:
         return
-    theirs = _said(record["micro_batch"], record["accumulate"])
-    if config.accumulate != record["accumulate"] or config.micro_batch not in (None, record["micro_batch"]):
-        ours = _said(engine.grain_rule.micro_batch, config.accumulate)
-        unsure = record["micro_batch"] is None and config.accumulate == record["accumulate"]
+    theirs = _said(record["micro_batch"], record["accumulate"], record.get("wire"))
+    same = (config.accumulate, config.wire) == (record["accumulate"], record.get("wire"))
+    if not same or config.micro_batch not in (None, record["micro_batch"]):
+        ours = _said(engine.grain_rule.micro_batch, config.accumulate, config.wire)
+        unsure = record["micro_batch"] is None and same
         notice(
             f"the checkpoint was trained with {theirs}, this training goes on with {ours}: "
             f"{'where these are not the same number of samples, ' if unsure else ''}"
@@ -146,9 +148,10 @@ def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
         notice(f"training goes on with {theirs}, as the checkpoint says; set micro_batch to change it")
 
 
-def _said(micro_batch: int | None, accumulate: int) -> str:
+def _said(micro_batch: int | None, accumulate: int, wire: str | None) -> str:
     text = "the default micro_batch" if micro_batch is None else f"micro_batch={micro_batch}"
-    return text + (f" and accumulate={accumulate}" if accumulate > 1 else "")
+    text += f" and accumulate={accumulate}" if accumulate > 1 else ""
+    return text + (f" and wire={wire!r}" if wire is not None else "")
 
 
 #: What errors say is expected of the record.

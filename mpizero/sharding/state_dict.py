@@ -176,7 +176,7 @@ def attributes(engine: Engine) -> dict[str, Any]:
             "nodes": engine.global_view.nodes,
             **{axis: getattr(engine.grid.axes, axis) for axis in AXES},
         },
-        "grains": grain_record(engine.grain_rule),
+        "grains": grain_record(engine.grain_rule, engine.config.wire),
         **tile_record(engine.partitioned.parallel_layout),
         **({"tied": tied} if (tied := _other_names(engine.model)) else {}),
     }

@@ -183,21 +183,23 @@ class Updater:
         step, rate = self.step_count + 1, self.rate
         return {g: self.optimizer.hyper(step, g, self.dtype, rate) for g in self.groups}
 
-    def update_fused(self, rows: Array, program: Array, divisors: Divisors, out: Array, threads: int) -> None:
+    def update_fused(
+        self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
+    ) -> None:
         """Sum the gradients in ``rows``, divide the sum, and update the parameters from it, in one pass over memory.
 
         Collective over all ranks for optimizers that need norms, else not collective.
 
         Parameters
         ----------
-        rows, program, out
-            As in ``Operands`` of ``sharding/grad_reduce.py``.
+        rows, programs, out
+            As in :class:`~mpizero.sharding.grad_reduce.Operands`.
         divisors : Divisors
             Divisors of the sums of gradients, and of the sums of averaged parameters.
         threads : int
             Number of threads that this rank uses.
         """
-        hypers, divisor = self.hypers(), divisors.gradients
+        hypers, divisor, (exact, program) = self.hypers(), divisors.gradients, programs
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for run in self.plain_runs:
             w, state = self._run_arrays(run.store, run.state, run.size)
@@ -217,7 +219,7 @@ class Updater:
                 self.optimizer.apply(w, total, state, placed[piece.group], threads)
         if self.optimizer.needs_tensor_norms:
             self._apply_directions(out, hypers)
-        self._average(self._parameters(), rows, program, divisors)
+        self._average(self._parameters(), rows, exact, divisors)
         self._made()
 
     def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:

@@ -101,6 +101,7 @@ def check_vector_method(optimizer: Any, config: Config, model: Any, *, scaled: b
         f"clip={config.clip}": config.clip is not None,
         f"ema={config.ema}": config.ema is not None,
         f"gradient_compression={config.gradient_compression!r}": config.gradient_compression is not None,
+        f"wire={config.wire!r}": config.wire is not None,
         f"device={config.device!r}": config.device != "cpu",
         "a loss scale": scaled,
         f"the model's dropout={dropout}": isinstance(dropout, float) and dropout > 0.0,

@@ -292,7 +292,9 @@ def record_of(
     frozen = [joined(block, spec.name) for block, specs in blocks.items() for spec in specs if not spec.trainable]
     settings: dict[str, dict[str, Any]] = {
         "trainer": {"global_batch": loop.global_batch, "seed": loop.seed, "frozen": frozen or None},
-        "config": {name: getattr(config, name) for name in ("clip", "gradient_compression", "ema", "mixed_precision")},
+        "config": {
+            name: getattr(config, name) for name in ("clip", "gradient_compression", "wire", "ema", "mixed_precision")
+        },
         "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
         "wrapped_model": _model_settings(wrapped),
     }

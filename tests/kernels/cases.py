@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.support import reference
+from tests.support.reference.update import ROUND
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,7 +32,7 @@ _COPIES = "pack unpack scale split_columns join_columns gather scatter_add colum
 _CASTS = "to_bfloat16 from_bfloat16 to_float16 from_float16"
 _ORDERED = "tree_dots tree_square_sums add_two add_four add_eight all_finite first_nonfinite"
 _DRAWN = "dropout fill_uniform permutation philox"
-_UPDATED = "tree_sum int8_encode int8_decode top_encode top_decode"
+_UPDATED = "tree_sum round_bfloat16 int8_encode int8_decode top_encode top_decode"
 #: Kernels that have the same bits on CPUs and in NumPy: they copy, count, or round in an order that is fixed.
 EXACT = {
     *(f"layers.{name}" for name in f"{_COPIES} {_CASTS}".split()),
@@ -195,8 +196,9 @@ def _flat(d: Draw) -> Iterator[Case]:
         yield Case(f"reduction.{name}", (*arrays, 2, d.out(rows, columns)))
 
 
-#: A tree program over five rows: ((0 + 1) + (2 + 3)) + 4.
+#: A tree program over five rows: ((0 + 1) + (2 + 3)) + 4; and the same with sums that are rounded.
 PROGRAM = [0, -3, 2, -5, -1, -6]
+ROUNDS = [0, -3, ROUND, 2, -5, ROUND, -1, ROUND, -6, ROUND]
 
 
 def _updates(d: Draw) -> Iterator[Case]:
@@ -205,6 +207,10 @@ def _updates(d: Draw) -> Iterator[Case]:
     program, divisor = d.host(PROGRAM, np.int32), d.host([3])
     rows_a, rows_b = d.normal(2, n + 2), d.normal(3, n + 5)
     yield Case("update.tree_sum", (rows_a, 1, rows_b, 3, program, divisor, d.normal(n), first, last))
+    if d.dtype is np.float32:
+        yield Case("update.round_bfloat16", (d.normal(n),), wide=False)
+        rounds = d.host(ROUNDS, np.int32)
+        yield Case("update.tree_sum", (rows_a, 1, rows_b, 3, rounds, divisor, d.normal(n), first, last), wide=False)
     rows = (d.normal(5, n + 2), 1, program, divisor)
     for name, (slots, scalars) in UPDATES.items():
         state, hyper = [d.positive(n) for _ in range(slots)], d.host(scalars)

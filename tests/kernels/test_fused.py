@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.kernels.cpu import update
-from tests.kernels.cases import IN_ONE_PASS, UPDATES
+from tests.kernels.cases import IN_ONE_PASS, ROUNDS, UPDATES
+from tests.support.reference import update as reference
 
 DTYPES = (np.float32, np.float64)
 PROGRAMS = (
@@ -18,6 +19,7 @@ PROGRAMS = (
     [0, -3, 2, -5, -1],
     [0, -3, 2, -5, -1, -6],
     [4, 3, 2, 1, -2, -1, -1, -1],
+    ROUNDS,
 )
 
 
@@ -31,6 +33,21 @@ def program_of(tree):
         return [tree]
     left, right = program_of(tree[0]), program_of(tree[1])
     return [*left, -2 - right[0]] if len(right) == 1 else [*left, *right, -1]
+
+
+def rounding_program_of(tree):
+    if not isinstance(tree, tuple):
+        return [tree]
+    left, right = rounding_program_of(tree[0]), rounding_program_of(tree[1])
+    return [*left, *([-2 - right[0]] if len(right) == 1 else [*right, -1]), update.ROUND]
+
+
+def rounded_value_of(tree, rows):
+    if not isinstance(tree, tuple):
+        return rows[tree]
+    total = rounded_value_of(tree[0], rows) + rounded_value_of(tree[1], rows)
+    reference.round_bfloat16(total)
+    return total
 
 
 def value_of(tree, rows):
@@ -52,6 +69,18 @@ def test_a_program_adds_in_the_order_of_its_tree(tree, start, stop):
     expected = np.full(60, 9, np.float32)
     rows = [*rows_a[:, 4:64], *rows_b[:, 11:71]]
     expected[start:stop] = (value_of(tree, rows) / divisor[0])[start:stop]
+    assert out.tobytes() == expected.tobytes()
+
+
+@given(tree=trees(5), start=st.integers(0, 40), stop=st.integers(0, 60))
+def test_a_program_may_round_every_sum_to_bfloat16(tree, start, stop):
+    rows_a, rows_b = random_rows(np.float32)
+    out = np.full(60, 9, np.float32)
+    program, divisor = np.array(rounding_program_of(tree), np.int32), np.array([3], np.float32)
+    update.tree_sum(rows_a, 4, rows_b, 11, program, divisor, out, start, stop)
+    expected = np.full(60, 9, np.float32)
+    rows = [*rows_a[:, 4:64], *rows_b[:, 11:71]]
+    expected[start:stop] = (rounded_value_of(tree, rows) / divisor[0])[start:stop]
     assert out.tobytes() == expected.tobytes()
 
 

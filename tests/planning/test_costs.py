@@ -356,6 +356,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "bf16": {"config": {"gradient_compression": "bf16"}},
     "fp16": {"config": {"gradient_compression": "fp16"}},
     "int8": {"config": {"gradient_compression": "int8"}},
+    "wire": {"config": {"wire": "bfloat16"}},
+    "averaged, wire": {
+        "model": lambda: network("float32"),
+        "data": lambda count, number: samples(count, number, "float32"),
+        "config": {"wire": "bfloat16"},
+    },
     "topk": {"config": {"gradient_compression": "topk:0.05"}},
     "averaged, int8": {
         "model": lambda: network("float32"),
@@ -371,7 +377,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "large units": {"model": larger_gpt, "config": {"minimum_parameter_group_size": 3000}},
 }
 #: Of which each stage of ZeRO sends other gradients than of others; the rest takes two stages each.
-SUMMED_OTHERWISE = ("frozen", "untied", "averaged", "bf16", "fp16", "int8", "topk", "averaged, int8", "bucket")
+SUMMED_OTHERWISE = (
+    "frozen",
+    "untied",
+    "averaged",
+    "bf16",
+    "fp16",
+    "int8",
+    "topk",
+    "averaged, int8",
+    "bucket",
+    "wire",
+    "averaged, wire",
+)
 
 
 @pytest.mark.slow

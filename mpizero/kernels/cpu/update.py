@@ -9,12 +9,13 @@ optimizer's kernel, whose scalars are in ``hyper``. The decorator of such kernel
 ``rows``, ``first``, ``program`` and ``divisor``.
 
 A *program* is a list of integers that a stack machine executes on the rows of a matrix: ``v >= 0`` pushes row v, ``-1``
-pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. Each row holds
-a gradient or a sum of gradients. Element i of the parameters belongs to column ``first + i`` of the matrix, where
-``first`` is an argument. The stack holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
+pops the top of the stack and adds it to the entry below, and ``v <= -2`` adds row ``-2 - v`` to the top. ``ROUND``, the
+smallest int32, rounds the top, a sum of float32 values, to bfloat16. Each row holds a gradient or a sum of gradients.
+Element i of the parameters belongs to column ``first + i`` of the matrix, where ``first`` is an argument. The stack
+holds ``DEPTH`` rows, which is enough for the tree over 32,768 grains.
 
 The machine works on blocks of columns that fit into the first-level cache, so a row is read from memory once, and the
-sum is never written to memory. The last addition of a program is done in the loop of the update.
+sum is never written to memory. The last addition of a program is done in the loop of the update, if it is not rounded.
 
 Messages are compressed with error feedback: the compression error of a message is kept in ``residual`` and added to the
 next message. ``int8`` sends eight bits for each value, and a scale for each block of ``COMPRESSION_BLOCK`` consecutive
@@ -98,6 +99,17 @@ def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> Non
 
 BLOCK = 2048
 DEPTH = 16
+#: The instruction of a program that rounds the top of the stack.
+ROUND = -(2**31)
+
+_round_bfloat16 = formulas.round_bfloat16
+
+
+@kernel("void(f4[::1])")
+def round_bfloat16(x: Array) -> None:
+    """Round all elements of ``x`` to bfloat16, in place."""
+    for i in range(x.size):
+        x[i] = _round_bfloat16(x[i])
 
 
 def _row(rows_a: Array, first_a: int, rows_b: Array, first_b: int, row: int, count: int) -> Any:
@@ -120,12 +132,25 @@ def _add(x: Array, y: Array, out: Array) -> None:
         out[i] = x[i] + y[i]
 
 
+def _round(x: Array) -> None:
+    T = x.dtype.type  # noqa: N806
+    for i in range(x.size):
+        x[i] = T(_round_bfloat16(x[i]))
+
+
+def _adds_last(program: Array) -> bool:
+    """Tell whether the last instruction of a program is an addition, which is left to the loop of the update."""
+    return program.size > 1 and program[program.size - 1] != ROUND
+
+
 def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
-    """Execute all instructions of the program but the last, on ``count`` columns; leave the stack in ``scratch``.
+    """Execute a program on ``count`` columns, but for its last addition (or only push); leave the stack in ``scratch``.
 
     A push and the addition that directly follows it are done in one loop.
     """
     last, step, top = program.size - 1, 0, -1
+    if program[last] == ROUND:
+        last = program.size
     while step < last:
         code = program[step]
         step += 1
@@ -142,13 +167,15 @@ def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
             top -= 1
             below = _level(scratch, top, count)
             _add(below, _level(scratch, top + 1, count), below)
+        elif code == ROUND:
+            _round(_level(scratch, top, count))
         else:
             below = _level(scratch, top, count)
             _add(below, _row(rows_a, first_a, rows_b, first_b, -2 - code, count), below)
 
 
 def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the first operand of the program's last addition, or of the program's only row."""
+    """Return ``count`` elements of the first operand of the program's last addition; without it, of the whole sum."""
     if program.size <= 2:
         return _row(rows_a, first_a, rows_b, first_b, program[0], count)
     return _level(scratch, 0, count)
@@ -157,10 +184,10 @@ def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
 def _right(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
     """Return ``count`` elements of the second operand of the program's last addition.
 
-    If the program has no addition, return some array, which must not be read.
+    If there is none (:func:`_adds_last`), return some array, which must not be read.
     """
     code = program[program.size - 1]
-    if code <= -2:
+    if code <= -2 and code != ROUND:
         return _row(rows_a, first_a, rows_b, first_b, -2 - code, count)
     return _level(scratch, 1, count)
 
@@ -188,7 +215,7 @@ def tree_sum(
     is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may be a part of a
     row if its element i is in the column from which it is computed.
     """
-    by, both = divisor[0], program.size > 1
+    by, both = divisor[0], _adds_last(program)
     for block in range(start, stop, BLOCK):
         a, b, count = first_a + block, first_b + block, min(BLOCK, stop - block)
         _fold(rows_a, a, rows_b, b, program, scratch, count)
@@ -219,7 +246,7 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
     def made(update: Callable[..., None]) -> Kernel:
         def tree(rows: Array, first: int, program: Array, divisor: Array, *rest: Any) -> None:
             start, stop, scratch = rest[-3], rest[-2], rest[-1]
-            by, both = divisor[0], program.size > 1
+            by, both = divisor[0], _adds_last(program)
             for block in range(start, stop, BLOCK):
                 end = min(block + BLOCK, stop)
                 column, count = first + block, end - block

@@ -74,6 +74,16 @@ def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> Non
 
 
 DEPTH = 16
+ROUND = -(2**31)
+
+_round_bfloat16 = formulas.round_bfloat16
+
+
+@kernel("void(f4[::1])")
+def round_bfloat16(x: Array) -> None:
+    """Round all elements of ``x`` to bfloat16, in place."""
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        x[i] = _round_bfloat16(x[i])
 
 
 def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
@@ -93,6 +103,8 @@ def _fold(rows_a: Array, a: int, rows_b: Array, b: int, program: Array, stack: A
         elif code == -1:
             top -= 1
             stack[top] += stack[top + 1]
+        elif code == ROUND:
+            stack[top] = _round_bfloat16(stack[top])
         else:
             stack[top] += _element(rows_a, a, rows_b, b, -2 - code)
     return stack[0]

@@ -661,7 +661,7 @@ class PlannedTraining:
     @property
     def codec(self) -> Codec | None:
         """The codec that compresses gradient messages between peers; None without compression."""
-        return gradient_codec(self.config.gradient_compression, self.itemsize)
+        return gradient_codec(self.config.gradient_compression, self.config.wire, self.itemsize)
 
     @property
     def bucket(self) -> int | None:

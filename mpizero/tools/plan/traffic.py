@@ -21,7 +21,7 @@ from mpizero.layout.flat import Unit
 from mpizero.nn.layer import integers_of
 from mpizero.sharding import params
 from mpizero.sharding.config import gathers_units, overlaps_reduction, sent_exactly, updated_by
-from mpizero.sharding.grad_reduce import compressed_sizes, cut_buckets
+from mpizero.sharding.grad_reduce import bucket_forms, compressed_sizes, cut_buckets
 from mpizero.sharding.update import tiles_of
 from mpizero.sharding.whole_tensors import TensorPlan, TieExchange
 from mpizero.tools.plan.counts import (
@@ -132,12 +132,9 @@ class RankTraffic:
         if self._overlaps and self.training.row.shard_optimizer:
             return [each for unit in reversed(units) for each in self._exchanges([unit], self._row_counts)]
         if self._overlaps:
-            counts, item = self._row_counts, self.training.itemsize
-            widths = [[sum(span.size for span in part) for part in parts] for parts in self._buckets]
-            return [
-                exchange_cost(width, self.grid.inter_node.rank, counts, item, None, self.training.bucket)
-                for width in widths
-            ]
+            counts, item, peer = self._row_counts, self.training.itemsize, self.grid.inter_node.rank
+            widths = [(form, [sum(span.size for span in part) for part in parts]) for form, parts in self._buckets]
+            return [exchange_cost(width, peer, counts, item, form, self.training.bucket) for form, width in widths]
         if not self.training.step.in_rounds:
             return self._exchanges(units, self._row_counts)
         rounds = self.training.step.round_plan(self.grid).rounds
@@ -177,8 +174,12 @@ class RankTraffic:
     @property
     def compressed(self) -> list[list[int]]:
         """For each peer and unit, the number of gradient elements that a codec, if there is one, compresses."""
-        exact = sent_exactly(self.training.row, self.part.partitioned, self.part.layout)
-        return [compressed_sizes(self.part.shards.shards[rank], exact) for rank in self.grid.inter_node_ranks]
+        return [compressed_sizes(self.part.shards.shards[rank], self._exact) for rank in self.grid.inter_node_ranks]
+
+    @cached_property
+    def _exact(self) -> tuple[Span, ...]:
+        """The ranges of the gradient vector that are not compressed."""
+        return sent_exactly(self.training.row, self.part.partitioned, self.part.layout, self.training.config.wire)
 
     @property
     def _row_counts(self) -> list[int]:
@@ -190,17 +191,23 @@ class RankTraffic:
         """Tell whether gradients are summed over peers during the backward pass."""
         training, stages = self.training, self.grid.pipeline.size
         able = training.by_block and not training.step.dynamic
-        return able and overlaps_reduction(training.row, self.grid.inter_node.size, stages, training.codec)
+        return able and overlaps_reduction(
+            training.row, self.grid.inter_node.size, stages, training.config.gradient_compression
+        )
 
     @cached_property
-    def _buckets(self) -> list[tuple[tuple[Span, ...], ...]]:
-        """For each bucket that is summed over peers during the backward pass, the ranges that each peer sums (DDP)."""
+    def _buckets(self) -> list[tuple[Codec | None, Sequence[Sequence[Span]]]]:
+        """For each bucket that is summed during the backward pass (DDP), its codec and the ranges that each peer sums.
+
+        See :func:`bucket_forms`.
+        """
         layout, shards = self.part.layout, self.part.shards.shards
         spans = [
             [span for unit in layout.units for span in shards[rank].flat_spans(unit.index)]
             for rank in self.grid.inter_node_ranks
         ]
-        return [parts for _, parts in cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)]
+        buckets = cut_buckets(spans, layout.gradient_size, self._row_counts, self.training.bucket)
+        return [form for _, parts in buckets for form in bucket_forms(parts, self.training.codec, self._exact)]
 
     def replications(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers of summed gradients, if every node keeps all optimizer state.
@@ -210,10 +217,15 @@ class RankTraffic:
         if self.training.row.shard_optimizer:
             return []
         if self._overlaps:
-            columns = [[[s.size for s in spans] for spans in zip(*parts, strict=True)] for parts in self._buckets]
-            return [direct_gather_cost(column, self.grid.inter_node.rank, self.training.itemsize) for column in columns]
+            columns = [
+                (form, [[s.size for s in spans] for spans in zip(*parts, strict=True)]) for form, parts in self._buckets
+            ]
+            item, peer = self.training.itemsize, self.grid.inter_node.rank
+            return [direct_gather_cost(column, peer, item if form is None else 2) for form, column in columns]
         training, peer = self.training, self.grid.inter_node.rank
         forms = [(codec, [sum(of_units) for of_units in owned]) for codec, owned in self._forms]
+        if training.config.wire is not None and self.part.partitioned.has_shared_parameters:
+            forms = [(None, [sum(sizes) for sizes in zip(*(totals for _, totals in forms), strict=True)])]
         return [gather_cost(totals, peer, training.itemsize, codec, training.bucket) for codec, totals in forms]
 
     def parameter_gathers(self) -> list[ExchangeCost]:

@@ -38,6 +38,7 @@ _CLASHES: Mapping[str, Any] = {
     "clip": None,
     "ema": None,
     "gradient_compression": None,
+    "wire": None,
     "mixed_precision": None,
     "device": "cpu",
 }

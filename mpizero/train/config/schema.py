@@ -162,8 +162,9 @@ class RunConfig:
         """Raise ConfigError if sections contradict each other."""
         self._check_optimizer()
         dtype = getattr(self.model, "dtype", "float32")  # a model that a function makes is checked when it is made
-        if self.train.mixed_precision is not None and dtype != "float32":
-            raise self.train.reject("mixed_precision", f"needs model.dtype = float32, it is {dtype}")
+        for name in ("mixed_precision", "wire"):
+            if getattr(self.train, name) is not None and dtype != "float32":
+                raise self.train.reject(name, f"needs model.dtype = float32, it is {dtype}")
         self.model.check_data(self.data)
         check_bucket(self.parallel, self.train.gradient_compression, self.train.named("gradient_compression"))
         if self.checkpoint.best is not None and not self.train.validate_every:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.types import Array
+from tests.support.reference import layers
 
 
 def _averages(g: Array, m: Array, v: Array, rates: Array) -> None:
@@ -97,6 +98,16 @@ def add_scaled(y: Array, x: Array, factor1: Array, start: int, stop: int) -> Non
     y[start:stop] += factor1[0] * x[start:stop]
 
 
+#: The instruction of a program that rounds the top of the stack.
+ROUND = -(2**31)
+
+
+def round_bfloat16(x: Array) -> None:
+    bits = np.empty(x.size, np.uint16)
+    layers.to_bfloat16(x, bits)
+    layers.from_bfloat16(bits, x)
+
+
 def tree_sum(
     rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, divisor: Array, out: Array,
     start: int, stop: int,
@@ -109,6 +120,9 @@ def tree_sum(
         elif code == -1:
             right = stack.pop()
             stack[-1] = stack[-1] + right
+        elif code == ROUND:
+            stack[-1] = stack[-1].copy()
+            round_bfloat16(stack[-1])
         else:
             stack[-1] = stack[-1] + rows[-2 - code][start:stop]
     out[start:stop] = stack.pop() / divisor[0]

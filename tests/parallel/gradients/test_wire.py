@@ -1,0 +1,152 @@
+"""Gradients rounded to bfloat16: half the bytes, the same bits on all layouts, and those of an oracle in NumPy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.comm.reduce import narrow_in_place, widen_in_place
+from mpizero.errors import ConfigError
+from mpizero.testing import run_in_threads
+from tests.parallel.covering import covering, on_layouts
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, mlp, part, points, sharded
+from tests.parallel.normalized import network, samples
+from tests.parallel.parallel_layouts import Case, Way, gpt, texts, trained, trained_in_tiles
+from tests.support.reference.update import round_bfloat16
+
+SHAPES = {"a": (37, 5), "b": (211,)}
+WIRE = {"wire": "bfloat16"}
+
+
+def answer(parameters: Any, batch: Any) -> Any:
+    """The gradient of each parameter is what the samples say, whatever the parameters are: sums are known."""
+    flat = batch[0].sum(0)
+    return float(flat.sum()), {"a": flat[:185].reshape(37, 5), "b": flat[185:]}, float(len(batch[0]))
+
+
+def known_gradients(samples: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(samples)
+    sizes = 10.0 ** rng.integers(-3, 2, 396)
+    return (rng.standard_normal((samples, 396)) * sizes).astype(np.float32), np.zeros(samples)
+
+
+def rounded(values: Any) -> Any:
+    values = values.copy()
+    round_bfloat16(values)
+    return values
+
+
+def rounded_sum(grains: Sequence[Any]) -> Any:
+    """Add neighbours, and then neighbours among these sums, until one is left; round the grains and each sum."""
+    level = [rounded(grain) for grain in grains]
+    while len(level) > 1:
+        pairs = [level[i : i + 2] for i in range(0, len(level), 2)]
+        level = [rounded(pair[0] + pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+    return level[0]
+
+
+@pytest.mark.parametrize("count", [1, 11])
+def test_the_sum_is_that_of_an_oracle_on_every_layout(count: int) -> None:
+    def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
+        start = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+        function = mz.FunctionModel(start, answer)
+        with sharded(strategy, comm, function, mz.SGD(lr=1.0), micro_batch=1, **WIRE, **memory) as model:
+            model.train(*part(comm, *known_gradients(count)))
+            assert model.get_parameters().tobytes() == expected.tobytes(), (strategy, memory)
+
+    expected = -(rounded_sum(known_gradients(count)[0]) / np.float32(count))
+    on_layouts(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way",
+    [
+        Way(2, 1, zero=0),
+        Way(2, 1, zero=1),
+        Way(2, 1, zero=2),
+        Way(1, 2, zero=0),
+        Way(1, 2, zero=3),
+        Way(2, 2, zero=1, schedule="zero_bubble"),
+    ],
+)
+def test_pipelines_and_tensor_groups_have_the_bits_of_one_process(way: Way) -> None:
+    """The model's table is tied: with a pipeline two stages add its gradients."""
+    case = Case(lambda: gpt(layers=2), batches=texts(2, 8), config={"micro_batch": 1, "clip": 0.1, **WIRE})
+    expected = trained_in_tiles(case, tensor=way.tensor)
+    for memory in ({}, PRIVATE):
+        found = run_in_threads(2 * way.pipeline * way.tensor, lambda c, m=memory: trained(case, c, way, **m))
+        assert {each.sha256 for each in found} == {expected.sha256}, memory
+
+
+def test_statistics_of_samples_are_not_rounded() -> None:
+    """Of a step without a change of the weights; on each layout they are those of a training in float32."""
+
+    def run(comm: Any, strategy: str, memory: dict[str, Any], **settings: Any) -> dict[str, bytes]:
+        batch = part(comm, *samples(1, 23, "float32")[0])
+        optimizer = mz.SGD(lr=1e-30)
+        with sharded(strategy, comm, network("float32"), optimizer, micro_batch=5, **settings, **memory) as model:
+            model.train(*batch)
+            named = model.named_parameters()
+            return {name: named[name].tobytes() for name in named if name.endswith(("mean", "variance"))}
+
+    def check(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
+        assert run(comm, strategy, memory, **WIRE) == expected
+
+    expected = run(None, "ddp", {})
+    assert expected
+    on_layouts(check, covering((1, 3), STRATEGIES, MEMORIES))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_take_half_the_bytes(strategy: str) -> None:
+    def sent(comm: Any, **settings: Any) -> Counter[str]:
+        with sharded(strategy, comm, mlp(), micro_batch=1, **settings, **PRIVATE) as model:
+            counted = [
+                group.counters.bytes_by_tag for group in (model._engine.grid.gradients, model._engine.grid.inter_node)
+            ]
+            before = sum(map(Counter, counted), Counter())  # start values are gathered, too
+            model.train(*part(comm, *points(4)))
+            return sum(map(Counter, counted), Counter()) - before
+
+    for whole, half in zip(run_in_threads(2, sent), run_in_threads(2, lambda c: sent(c, **WIRE)), strict=True):
+        summed = {"gradients", "unit gradients"} | ({"gather"} if strategy == "ddp" else set())
+        halves = {tag: count // (2 if tag in summed else 1) for tag, count in whole.items()}
+        assert half == halves
+        assert any(halves.get(tag) for tag in summed)
+        assert halves["gather"]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 7, (1 << 14) + 3, 5 * (1 << 14)])
+def test_numbers_are_narrowed_and_widened_in_their_own_memory(size: int) -> None:
+    rng = np.random.default_rng(size)
+    memory = rng.standard_normal(size + 2).astype(np.float32)
+    values, expected = memory[1 : size + 1], rounded(memory[1 : size + 1])
+    around = memory[[0, -1]].copy()
+    narrow_in_place(values)
+    half = values.view(np.uint16)[size:]
+    assert half.tobytes() == (expected.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes()
+    widen_in_place(values)
+    assert values.tobytes() == expected.tobytes()
+    assert memory[[0, -1]].tobytes() == around.tobytes()
+
+
+def test_what_does_not_go_with_rounded_gradients_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"wire='fp8': expected one of \"bfloat16\""):
+        mz.Config(wire="fp8")
+    with pytest.raises(ConfigError, match=r"wire='bfloat16'.*leave out gradient_compression"):
+        mz.Config(wire="bfloat16", gradient_compression="int8")
+    with pytest.raises(ConfigError, match=r"wire='bfloat16': needs a model in float32, this one is in float64"):
+        sharded("zero1", None, network("float64"), **WIRE)
+    with sharded("zero1", None, mlp(), **WIRE) as model, pytest.raises(ConfigError, match="wire='bfloat16'"):
+        mz.GradientCompressionOptimizer(mz.SGD(lr=1.0), model.config, compression="int8").set_model(model)
+    case = Case(lambda: gpt(layers=2), batches=texts(1, 4), config=WIRE)
+    with pytest.raises(ConfigError, match=r"wire='bfloat16': cannot be used with context groups"):
+        run_in_threads(2, lambda comm: trained(case, comm, Way(context=2)))
+    with pytest.raises(ConfigError, match=r"leave out wire='bfloat16'"):
+        sharded("ddp", None, mlp(), mz.LBFGS(), **WIRE)
