@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import thread_time
 from typing import Any, NamedTuple
 
@@ -54,6 +54,23 @@ def as_tensor(array: Any) -> torch.Tensor:
         except ValueError:  # negative strides
             return torch.from_numpy(np.ascontiguousarray(array))
     return torch.as_tensor(array)
+
+
+def graph_leaves(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors that a backward pass from ``tensors`` would give gradients, each once. Not collective."""
+    waiting, seen, leaves = list[Any](), set[Any](), list[torch.Tensor]()
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            waiting.append(get_gradient_edge(tensor).node)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
 
 
 class Placed(torch.nn.Parameter):  # type: ignore[misc]

@@ -15,7 +15,8 @@ on the grain, is compared in evaluation mode.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from mpizero._util.checks import named
 from mpizero._util.pytree import combine_leaves, leaves_of, map_leaves
-from mpizero.adapters.torch.autograd import Gradients, gradient_leaves, gradients_of
+from mpizero.adapters.torch.autograd import Gradients, gradient_leaves, gradients_of, graph_leaves
 from mpizero.adapters.torch.call import (
     BlockTensors,
     TorchSettings,
@@ -217,6 +218,8 @@ class CopyGraph(NamedTuple):
         Whether a function of PyTorch has returned numbers of 16 bits.
     gradients : dict
         The gradients of the ends, where there was a backward pass.
+    outside : list
+        Weak references to other tensors whose gradients a backward pass would compute.
     """
 
     output: Any
@@ -225,6 +228,7 @@ class CopyGraph(NamedTuple):
     changes_input: bool
     half_precision: bool
     gradients: Mapping[str, torch.Tensor | None] = MappingProxyType({})
+    outside: Sequence[weakref.ref[torch.Tensor]] = ()
 
 
 class _Kinds(TorchFunctionMode):  # type: ignore[misc]
@@ -278,8 +282,9 @@ class ModuleCopy:
     def outcome(self, x: Any, **modes: bool) -> CopyGraph:
         """Run the module forward and, if ``gradients`` is True, backward; return results without their graph."""
         graph = self.run(x, **modes)
+        outside = _outside(leaves_of(graph.output), graph.ends.values())
         output = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, graph.output)
-        return graph._replace(output=output, ends={}, gradients=self.gradients(graph))
+        return graph._replace(output=output, ends={}, gradients=self.gradients(graph), outside=outside)
 
     def gradients(
         self, graph: CopyGraph, leaves: Sequence[torch.Tensor] | None = None, *, linear: bool = False
@@ -300,6 +305,39 @@ class ModuleCopy:
             cotangents = [torch.ones_like(t) if linear else torch.cos(t.detach()).conj() for t in leaves]
             gradients = gradients_of(leaves, list(graph.ends.values()), cotangents)
         return dict(zip(graph.ends, gradients, strict=True))
+
+
+def _outside(tensors: Sequence[Any], known: Iterable[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
+    """Return weak references to the leaves of a graph besides ``known``; a pass that made one itself lets it die."""
+    inside = {id(tensor) for tensor in known}
+    return [weakref.ref(leaf) for leaf in graph_leaves(tensors) if id(leaf) not in inside]
+
+
+def _check_outside(label: str, outside: Sequence[weakref.ref[torch.Tensor]], module: torch.nn.Module | None) -> None:
+    """Raise :class:`LayoutError` for a leaf of a finished pass that is still alive: nothing would train it."""
+    kept = next((tensor for reference in outside if (tensor := reference()) is not None), None)
+    if kept is None:
+        return
+    name = _attribute_of(kept, module) if module is not None else ""
+    raise LayoutError(
+        f"{label} computes with {f'what it holds in {name!r}' if name else 'a tensor'}, of shape {tuple(kept.shape)}, "
+        "that requires a gradient and is not among the module's parameters: it would never be trained, nor saved; let "
+        "the module register it, by nn.Parameter, nn.ParameterList, or nn.ModuleList in place of a list, or leave out "
+        "its gradient, requires_grad_(False)"
+    )
+
+
+def _attribute_of(tensor: torch.Tensor, module: torch.nn.Module) -> str:
+    """Return the path of a module's attribute that holds a tensor, also inside of another container; "" if unknown."""
+    for path, inner in module.named_modules():
+        for key, value in vars(inner).items():
+            listed = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+            )
+            held = (one.parameters() if isinstance(one, torch.nn.Module) else (one,) for one in listed)
+            if key not in ("_parameters", "_modules") and any(one is tensor for those in held for one in those):
+                return f"{path}.{key}" if path else key
+    return ""
 
 
 @contextmanager
@@ -407,6 +445,7 @@ class FirstPass:
                 "it would compute with the start values for ever: let no function, hook or global name refer to the "
                 "module; use methods, or the module that hooks are given"
             )
+        _check_outside(self.label, one.outside, used.module)
         ignored = {buffer.name for buffer in new.tensors.others}  # each pass looks at these
         first, second = ({p: d for p, d in state.items() if p not in ignored} for state in (first, second))
 
@@ -575,11 +614,12 @@ def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class _LossAndGradient(NamedTuple):
-    """Hold a loss, its weight, and its gradient with respect to the prediction."""
+    """Hold a loss, its weight, its gradient with respect to the prediction, and other leaves of its graph."""
 
     loss: float
     weight: float
     gradient: list[torch.Tensor]
+    outside: Sequence[weakref.ref[torch.Tensor]] = ()
 
 
 #: Largest relative difference of the sum of parts' losses from the whole's loss: in double and in own precision.
@@ -654,6 +694,7 @@ class FirstLoss:
                 "loss(prediction, target, module), which is given the module that is trained"
             )
 
+        _check_outside(self.label, one.outside, None)
         once = partial(self._loss_and_gradient, prediction, target)
         if drawing is not None:
             line = _line(lambda: (shared_generators(), [one.tolist() for one in random_state()]), once)
@@ -733,11 +774,12 @@ class FirstLoss:
             leaf.requires_grad_()
         with torch.enable_grad():
             loss, weight = self.value(copied, target)
+            outside = _outside([loss], leaves)
             gradients: Gradients = [None] * len(leaves)
             if loss.requires_grad:
                 gradients = gradients_of([loss], leaves, [torch.ones_like(loss)])
         gradient = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
-        return _LossAndGradient(float(loss.detach()), weight, gradient)
+        return _LossAndGradient(float(loss.detach()), weight, gradient, outside)
 
 
 def _become_larger(one: list[tuple[int, ...]], other: list[tuple[int, ...]]) -> bool:
