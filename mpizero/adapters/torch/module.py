@@ -165,6 +165,7 @@ class TorchModel:
         check_functions(original)
         check_loss(loss, original)
         self._originals = Originals(original)
+        self._had_gradients = {name: p.requires_grad for name, p in original.named_parameters(remove_duplicate=False)}
         self._module = without_values(original)
         if original is module:
             LeftBehind(module, self._originals)
@@ -288,6 +289,14 @@ class TorchModel:
         """The start values of all parameters, by name: arrays that share the memory of the module that was given."""
         module = self._made()
         state = dict(module.named_parameters(remove_duplicate=False))
+        for name, parameter in state.items():
+            if parameter.requires_grad != self._had_gradients.get(name, parameter.requires_grad):
+                raise ConfigError(
+                    f"TorchModel: {name!r} has requires_grad={parameter.requires_grad} now, and had "
+                    f"{not parameter.requires_grad} when the TorchModel was made, which is what it trains by: set it "
+                    "before, or name what is not trained in TorchModel(frozen=[...])"
+                )
+        self._originals.placed = True
         state |= dict(module.named_buffers(remove_duplicate=False))
         names = [
             joined(block, spec.name)
@@ -552,6 +561,8 @@ class LeftBehind:
         for inner in inside:
             inner.register_forward_pre_hook(self)
             inner.register_state_dict_pre_hook(self.before_state_dict)
+        if module is not None:
+            module.register_load_state_dict_pre_hook(self.before_load)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a hook that prints nothing."""
@@ -571,22 +582,40 @@ class LeftBehind:
         """Print the notice at a call of ``state_dict()`` of the module or of a submodule."""
         self._used(module, "is asked for its state_dict")
 
-    def _used(self, module: torch.nn.Module, how: str) -> None:
-        if self._originals is None or not self._originals.trained:
+    def before_load(self, module: torch.nn.Module, *details: Any) -> None:
+        """Print a notice at ``load_state_dict()`` between the making of the copy and its first step."""
+        if self._originals is None or self._originals.trained or not self._originals.placed:
             return
-        frame, line = sys._getframe(2), None
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").startswith("mpizero.adapters"):
-                return  # compares it with its blocks
-            line = line or _users(frame)
-            frame = frame.f_back  # type: ignore[assignment]
+        if (at := _caller()) is not None:
+            notice(
+                f"{type(module).__name__} is given other values{at}, but mpizero has made the copy that it trains, "
+                "which keeps those from before: load them before mz.distribute, or model.load_named(arrays)"
+            )
+
+    def _used(self, module: torch.nn.Module, how: str) -> None:
+        if self._originals is None or not self._originals.trained or (at := _caller()) is None:
+            return
         if _versions(module) == self._versions.get(id(module)):
-            at = "" if line is None else f" ({line})"
             notice(
                 f"{type(module).__name__} {how}{at}, but mpizero trains a copy of it, and it still has its start "
                 "values: TorchModel.fill(model.named_parameters()) gives it the trained ones; model.predict has them"
             )
         self._originals = None
+
+
+def _caller() -> str | None:
+    """Return the line of the user's code that uses a module, for a notice; None if it is mpizero that uses it."""
+    frame, line = sys._getframe(2), None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("mpizero.adapters") and frame.f_code.co_name not in _HOOKS:
+            return None  # compares it with its blocks, or fills it
+        line = line or _users(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if line is None else f" ({line})"
+
+
+#: Names of the methods by which PyTorch calls :class:`LeftBehind`.
+_HOOKS = ("__call__", "__reduce__", "before_state_dict", "before_load")
 
 
 def _users(frame: FrameType) -> Line | None:

@@ -31,7 +31,7 @@ def convert_optimizer(optimizer: Any, module: Any, trained: Sequence[str]) -> An
     ----------
     optimizer : object
         A ``torch.optim.SGD``, ``Adam`` or ``AdamW``, made from the parameters of ``module``, is converted. From then
-        on, calling its ``step`` or setting a learning rate raises an error. Not collective.
+        on, calling its ``step`` or ``state_dict``, or setting a learning rate, raises an error. Not collective.
     module : torch.nn.Module or callable
         The module that is trained, or the function that makes it.
     trained : sequence of str
@@ -64,6 +64,8 @@ def convert_optimizer(optimizer: Any, module: Any, trained: Sequence[str]) -> An
         if those
     ]
     optimizer.register_step_pre_hook(_refuse_step)
+    optimizer.register_state_dict_pre_hook(_refuse_state)
+    optimizer.register_load_state_dict_pre_hook(_refuse_state)
     optimizer.param_groups[:] = map(_ConvertedGroup, optimizer.param_groups)
     return getattr(optim, kind)(lr=base, groups=groups, **settings)
 
@@ -129,4 +131,12 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     raise ConfigError(
         f"torch.optim.{type(optimizer).__name__}.step: its settings were taken over, and model.train(x, y) makes the "
         "step; leave it out"
+    )
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer, *state: Any) -> NoReturn:
+    raise ConfigError(
+        f"torch.optim.{type(optimizer).__name__} has no state: the model keeps it, model.save_model(path) saves it "
+        "with the parameters, and model.load_model(path) loads it, both on all ranks; mz.Trainer does so by every= and "
+        "resume()"
     )

@@ -186,8 +186,8 @@ class Originals:
     """Hold weak references to the parameters and buffers of a module that was given to ``TorchModel``."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        #: Whether a copy of the module has been trained.
-        self.trained = False
+        #: Whether a sharded model has taken the module's values, and whether a copy of the module has been trained.
+        self.placed = self.trained = False
         tensors = (*module.named_parameters(), *module.named_buffers())
         self._references = [(name, weakref.ref(tensor)) for name, tensor in tensors]
 

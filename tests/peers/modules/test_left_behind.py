@@ -91,3 +91,28 @@ def test_a_module_that_a_function_made_is_not_there_to_fill() -> None:
         model.fill(model.start_values)
     other = model.fill(model.start_values, module())
     assert torch.equal(other[0].weight, torch.from_numpy(model.start_values["0.weight"]))
+
+
+def test_values_that_are_loaded_too_late_are_told_and_before_they_count(capfd: Any) -> None:
+    net, other = module(), module().state_dict()
+    model = TorchModel(net, LOSS)
+    net.load_state_dict(other)
+    with mz.distribute(model, mz.SGD(0.1), mesh=mz.Mesh("self")) as placed:
+        assert np.array_equal(placed.named_parameters()["0.weight"], other["0.weight"])
+        assert "other values" not in capfd.readouterr().err
+        net.load_state_dict(module().state_dict())
+        assert "Sequential is given other values (test_left_behind.py:" in capfd.readouterr().err
+        model.fill(placed.named_parameters())
+        placed.train(X, X)
+        net.load_state_dict(model.state_dict(placed.named_parameters()))  # as fill does
+    assert "other values" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_a_parameter_that_is_frozen_or_thawed_too_late_is_an_error(needed: bool) -> None:
+    net = module()
+    net[0].requires_grad_(not needed)
+    model = TorchModel(net, LOSS)
+    net[0].requires_grad_(needed)
+    with pytest.raises(ConfigError, match=rf"'0.weight' has requires_grad={needed} now.*frozen=\["):
+        mz.distribute(model, mz.SGD(0.1), mesh=mz.Mesh("self"))

@@ -104,12 +104,16 @@ def test_a_function_that_makes_the_module_has_no_parameters_that_an_optimizer_co
         mz.distribute(TorchModel(network, LOSS), OPTIM.SGD(network().parameters()), mesh=mz.Mesh("self"))
 
 
-def test_a_rate_that_is_changed_later_and_a_step_are_errors_and_not_ignored():
+def test_a_rate_that_is_changed_later_a_step_and_a_state_are_errors_and_not_ignored():
     optimizers = []
     with made(lambda net: optimizers.append(OPTIM.SGD(net.parameters(), lr=0.1)) or optimizers[0]):
         (optimizer,) = optimizers
         with pytest.raises(ConfigError, match="model.train.* makes the step"):
             optimizer.step()
+        state = OPTIM.SGD(network().parameters(), lr=0.1).state_dict()
+        for use in (optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
+            with pytest.raises(ConfigError, match=r"SGD has no state: the model keeps it, model.save_model\(path\)"):
+                use()
         with pytest.raises(ConfigError, match="were taken over"):
             optimizer.param_groups[0]["lr"] = 1.0
         with pytest.raises(ConfigError, match="a rate that changes is a function of the step"):
