@@ -33,6 +33,7 @@ from mpizero.errors import DataError, ExitStatus, MpizeroError, RemoteError, Sta
 from mpizero.layout import Grains
 from mpizero.sharding import BadSteps, StepReport
 from mpizero.sharding.forward_backward import Evaluation
+from mpizero.sharding.saved_attributes import learning_rate_record
 from mpizero.sharding.step_report import SkippedSteps
 from mpizero.train.callbacks import CallbackRounds, UserMetrics
 from mpizero.train.events import Progress
@@ -206,6 +207,7 @@ class TrainingLoop:
         self.improvement = setup.improvement()
         self.metrics: dict[str, Any] = {}
         self._is_best = self.running = False
+        self._not_finite: set[str] = set()
         self.speed = Speed("tokens" if setup.record.task == "language" else "samples")
         self.step = 0
         self.loss: float | None = None
@@ -321,6 +323,21 @@ class TrainingLoop:
         self.saver.start(self.step, None if self.improvement is None else self.improvement.step)
         self.progress.begin(self.step)
         self.progress.say(setup.described())
+        if message := self._rate_of_zero():
+            self.progress.say(message)
+
+    def _rate_of_zero(self) -> str:
+        """Return a warning if the schedule of the learning rate reaches 0 before the run's last steps; else "".
+
+        Not collective.
+        """
+        schedule, steps = learning_rate_record(self.setup.model._engine.updater)["schedule"], self.setup.loop.steps
+        if schedule is None or schedule["shape"] == "constant" or schedule["end"] or schedule["steps"] >= steps:
+            return ""
+        return (
+            f"the learning rate is 0 from step {schedule['steps'] + 1} to the last, {steps}, which change nothing: a "
+            f"schedule counts steps, not epochs; give it the run's, {schedule['shape']}(..., steps={steps})"
+        )
 
     def _take(self, saved: SavedRun) -> None:
         """Set the state of this loop to that of a checkpoint, so that the run continues after its step."""
@@ -407,6 +424,12 @@ class TrainingLoop:
         self._is_best = False
         if self._validation_due():
             metrics = validate(self.setup)
+            for name in (name for name, value in metrics.items() if value is None and name not in self._not_finite):
+                self._not_finite.add(name)
+                self.progress.say(
+                    f"step {self.step}: {name} is not finite, and so never the best: are all validation samples? "
+                    "mpizero.data.statistics(validation, mesh) names the first that is not"
+                )
             self.validations.append({"step": self.step, **metrics})
             line |= metrics
             displayed += metrics

@@ -511,3 +511,26 @@ def test_a_run_stays_in_the_folder_that_its_path_named_first(tmp_path, monkeypat
             monkeypatch.chdir("/")
             assert trainer.resume().parameters_sha256 == first.parameters_sha256
     assert not os.listdir(tmp_path / "case")
+
+
+@pytest.mark.parametrize(
+    ("rate", "zero"), [({"steps": 3}, True), ({"steps": 3, "end": 0.01}, False), ({"steps": 6}, False)]
+)
+def test_a_schedule_that_ends_long_before_the_run_is_told(rate, zero, tmp_path, capsys):
+    optimizer = mz.SGD(mz.optim.cosine(0.05, **rate))
+    with mz.Trainer(linear(), samples(), optimizer=optimizer, steps=6, global_batch=16, run=tmp_path) as trainer:
+        trainer.fit()
+    told = "the learning rate is 0 from step 4 to the last, 6, which change nothing"
+    assert (told in capsys.readouterr().err) == zero
+
+
+def test_validation_samples_that_are_not_finite_are_told_once(tmp_path, capsys):
+    given = samples(20).samples(range(20))
+    given[0][3] = np.nan
+    loop = {"steps": 6, "global_batch": 16, "validate_every": 2, "best": "validation_loss"}
+    validation = mz.data.ArraySource(*given)
+    with mz.Trainer(
+        linear(), samples(), optimizer=mz.SGD(0.05), validation=validation, run=tmp_path, **loop
+    ) as trainer:
+        assert trainer.fit().best is None
+    assert capsys.readouterr().err.count("step 2: validation_loss is not finite, and so never the best") == 1
