@@ -8,9 +8,11 @@ grains determine which of them a rank reads. So the ranks exchange no messages, 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -24,7 +26,7 @@ from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.data.online import OnlineBatches, OnlineSource
 from mpizero.data.source import Indices, Source, TransformedSource, epochs, source_for
-from mpizero.errors import ArgumentError, ConfigError, DataError
+from mpizero.errors import ArgumentError, ConfigError, DataError, MpizeroError
 from mpizero.layout.batch import GrainRule, Grains
 from mpizero.types import Run
 
@@ -102,6 +104,7 @@ class Batches:
         self._prefetch = prefetch
         self._unchecked_reader = _user_reader(source)
         self._ahead: ReadAhead[tuple[Any, Any]] | None = None
+        self._start, self._told = (consumed, _updates(sizes)), False
 
     def __iter__(self) -> Self:
         return self
@@ -115,6 +118,7 @@ class Batches:
         return max(0, self.consumed - self._batch) // len(self._source)
 
     def __next__(self) -> tuple[Any, Any]:
+        self._tell_repetition()
         if self._left == 0:
             self.close()
             raise StopIteration
@@ -171,6 +175,28 @@ class Batches:
             )
         return self
 
+    def _tell_repetition(self) -> None:
+        """Print a notice if the model has been trained by these batches before. Not collective."""
+        first, updates = self._start
+        if updates is None or self._told or (_updates(self._sizes) or 0) <= updates:
+            return
+        self._told = True
+        trained = _TRAINED.setdefault(self._source, {})
+        key = first, self._batch, self._seed, id(self._sizes)
+        model, before = trained.get(key, (None, 0))
+        trained[key] = weakref.ref(self._sizes), updates
+        if (
+            model is not None
+            and model() is self._sizes
+            and before < updates
+            and self._sizes.mesh.communicator.rank == 0
+        ):
+            notice_once(
+                "batches: the model is trained again by the same samples in the same order, with the same random "
+                "changes: a new iterator begins anew; let one go over all epochs, steps=epochs * len(source) // "
+                "global_batch, or give the next consumed=stream.consumed"
+            )
+
     def close(self) -> None:
         """End the thread that reads ahead, if there is one; a continued iteration starts a new thread.
 
@@ -200,6 +226,18 @@ class Batches:
             parts.append(self._source.samples(order[part], run=run))
         x, y = join(parts)
         return x, y
+
+
+#: The number of updates at the begin of each iteration by which a model was trained, by source.
+_TRAINED: weakref.WeakKeyDictionary[Source, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _updates(model: Any) -> int | None:
+    """Return the number of updates of a sharded model's parameters; None if it has no optimizer."""
+    with suppress(MpizeroError):
+        count: int | None = getattr(getattr(model, "optimizer", None), "step_count", None)
+        return count
+    return None
 
 
 T = TypeVar("T")

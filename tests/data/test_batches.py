@@ -237,3 +237,36 @@ def test_a_source_that_gives_the_same_again_is_read_twice_for_the_first_batch_on
     given = [next(stream)[1].tolist() for _ in range(3)]
     assert [[-i for i in batch] for batch in given] == asked[1:]
     assert asked[0] == asked[1]
+
+
+def epochs(loop, capsys):
+    """What is printed when a model is trained by the streams that ``loop`` makes of a source."""
+    import mpizero as mz
+
+    x = np.random.default_rng(0).normal(size=(12, 3))
+    source = data.ArraySource(x, x[:, :1])
+    network = mz.nn.MLP(3, (), 1, task="regression", dtype="float64")
+    with mz.distribute(network, mz.SGD(0.01), "ddp", mesh=mz.Mesh("self")) as model:
+        loop(source, model)
+    return capsys.readouterr().err
+
+
+def again(source, model, continued=False, train=True, rewound=False):
+    consumed = 0
+    for _ in range(3):
+        if rewound:
+            model.optimizer.reset()
+        for x, y in (stream := data.batches(source, model, 4, steps=3, consumed=consumed)):
+            (model.train if train else model.evaluate)(x, y)
+        consumed = stream.consumed if continued else 0
+
+
+def test_a_loop_that_trains_by_the_same_batches_in_each_epoch_is_told_so(capsys):
+    told = epochs(again, capsys)
+    assert told.count("trained again by the same samples in the same order") == 1
+    assert "steps=epochs * len(source) // global_batch" in told
+
+
+@pytest.mark.parametrize("how", [{"continued": True}, {"train": False}, {"rewound": True}])
+def test_batches_that_go_on_evaluate_or_begin_a_training_anew_are_no_mistake(how, capsys):
+    assert "trained again" not in epochs(lambda source, model: again(source, model, **how), capsys)
