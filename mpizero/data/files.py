@@ -439,7 +439,8 @@ class FileSource(Source):
                 if axis < len(array.shape) and array.shape[axis] != first.shape[axis]:
                     raise DataError(
                         f"{first.label} has {first.shape[axis]} samples and {array.label} has {array.shape[axis]}: "
-                        f"needed is the same number along axis {axis}"
+                        f"needed is the same number along axis {axis}; what all samples share, such as a mask, is "
+                        "added by the function of a TransformedSource"
                     )
                 name = array.axes[axis] if axis < len(array.axes) else ""
                 if name in first.axes and name != first.axes[axis]:

@@ -553,7 +553,8 @@ class TransformedSource(WrappedSource):
 def _pair(sample: Any, must: str, name: str) -> tuple[Any, Any]:
     """Return one sample (x, y) with an axis of samples of length 1; raise DataError if it is no pair of arrays."""
     if not isinstance(sample, tuple | list) or len(sample) != 2:
-        raise DataError(f"{must} the pair (x, y), it returned a {type(sample).__name__}")
+        what = f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
+        raise DataError(f"{must} the pair (x, y), it returned {what}; either may be a tree of arrays: x, (y, mask)")
     for path, leaf in paths_of(**dict(zip("xy", sample, strict=True))):
         unmasked_samples(leaf, f"{name} returned {path}, which")
     x, y = map_leaves(lambda leaf: np.asarray(leaf)[None], tuple(sample))

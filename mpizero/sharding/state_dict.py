@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -544,6 +545,12 @@ class Choice:
         problems += [f"different {name}: {how}" for name, how in list(report.different.items())[:5]]
         problems += [f"only in the file {list_few(report.unused)}"] if report.unused else []
         hint = nearest(report.unused[0], report.missing or names) if report.unused else ""
+        if not report.taken and PurePath(report.path).suffix in (".pt", ".pth", ".ckpt", ".bin"):
+            raise CheckpointError(
+                f"{report.path} is a file of torch.save: load it into the module before TorchModel takes it, by "
+                "module.load_state_dict(torch.load(path), strict=False) if the head is another, or give all parameters "
+                "to the model, model.load_named(torch.load(path))"
+            )
         summary = "holds none of the chosen parameters" if not report.taken else "holds other parameters than the model"
         raise CheckpointError(
             f"{report.path} {summary}: {'; '.join(problems)}{hint}; choose with include=[...], or map names with "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Real
@@ -18,7 +18,7 @@ from typing import Any, Self, cast
 from mpizero import optim
 from mpizero._util.checks import flag, require, whole
 from mpizero._util.fingerprint import Fingerprint
-from mpizero._util.names import explains, nearest, shown
+from mpizero._util.names import ELSEWHERE, explains, nearest, shown
 from mpizero._util.settings import SettingError
 from mpizero._util.text import notice
 from mpizero.comm.agreement import agree_equal, all_ranks, check_call
@@ -69,7 +69,7 @@ def sections_of(run: object, settings: Mapping[str, Any]) -> tuple[LoopSection, 
     for name in settings:
         if name not in known:
             raise ArgumentError(
-                f"Trainer: there is no argument {shown(name)}{nearest(name, known)}; beside its own it takes "
+                f"Trainer: there is no argument {shown(name)}{_meant(name, known)}; beside its own it takes "
                 f"{', '.join(known)}"
             )
     if not isinstance(run, str | Path) or not str(run).strip():
@@ -78,6 +78,19 @@ def sections_of(run: object, settings: Mapping[str, Any]) -> tuple[LoopSection, 
         loop = LoopSection(**{name: value for name, value in settings.items() if name in LOOP})
         saving = {name: value for name, value in settings.items() if name in SAVING}
         return loop, CheckpointSection(folder=str(Path(run) / "checkpoints"), **saving)
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Return what an unknown argument of ``Trainer`` means here, for the message; "" if nothing is like it."""
+    if "epoch" in name:
+        return f"{nearest(name, known)}: count steps, steps=epochs * len(source) // global_batch"
+    if "sched" in name:
+        return ": the rate is the optimizer's, such as mz.AdamW(lr=mz.optim.cosine(1e-3, steps=1000, warmup=50))"
+    words, settings = (name, *ELSEWHERE.get(name.lower(), ())), [item.name for item in fields(Config)]
+    own = [word for word in words if word in settings]
+    if own and not any(word in known for word in words):
+        return f": it is a setting, mz.Config({own[0]}=...)"
+    return nearest(name, known)
 
 
 def sources_of(source: object, validation: object, global_batch: int) -> tuple[Source | OnlineSource, Source | None]:

@@ -82,6 +82,7 @@ class Odd(Fields):
     ("dataset", "message"),
     [
         (Odd(lambda i: {"x": 1}), r"Odd\[0\] must be the pair \(x, y\), it returned a dict"),
+        (Odd(lambda i: (1, 2, 3)), r"returned a tuple of 3; either may be a tree of arrays: x, \(y, mask\)"),
         (Odd(lambda i: (1, 2), 0), "Odd has no samples"),
         (iter([1]), r"expected an object with len\(dataset\) and dataset\[i\]"),
     ],

@@ -178,6 +178,8 @@ class TorchModel:
                 "activation_checkpointing out, or the parameter"
             )
         if blocks is not None:
+            if hasattr(original, "_orig_mod"):
+                raise ConfigError("TorchModel: torch.compile has made one function of the module: give it uncompiled")
             known = dict(self._module.named_modules(remove_duplicate=False))
             chosen = {name: known[name] for name in chosen_blocks(original, blocks)}
             check_blocks_complete(self._module, chosen)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ArgumentError, ConfigError, DataError
+from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError
 
 torch = pytest.importorskip("torch")
 from mpizero.adapters.torch import TorchModel  # noqa: E402
@@ -181,3 +181,16 @@ def test_the_classes_of_single_strategies_take_such_an_optimizer_too():
     net, config = network(), mz.ShardingConfig(comm="self")
     with config, mz.ZeRO1Model(TorchModel(net, LOSS), config, optimizer=OPTIM.SGD(net.parameters(), lr=0.5)) as model:
         assert model.optimizer.wrapped_optimizer.lr == 0.5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch, when it compiles
+def test_a_file_of_torch_save_and_a_compiled_module_are_answered_by_name(tmp_path):
+    torch.save(network().state_dict(), tmp_path / "weights.pt")
+    with made(lambda net: OPTIM.SGD(net.parameters())) as model:
+        with pytest.raises(
+            CheckpointError, match=r"weights.pt is a file of torch.save: .*before TorchModel.*load_named"
+        ):
+            model.load_parameters(tmp_path / "weights.pt")
+        model.load_named(torch.load(tmp_path / "weights.pt"))
+    with pytest.raises(ConfigError, match="torch.compile has made one function of the module"):
+        TorchModel(torch.compile(network()), LOSS, blocks=["0", "1"])
