@@ -545,7 +545,8 @@ class LeftBehind:
 
     The object is a hook on calls and on ``state_dict()`` of the module and its submodules. In copies of the module,
     pickled ones too, the hook prints nothing. Nor does it if the module's parameters have changed since, for example by
-    ``load_state_dict``.
+    ``load_state_dict``. Values that are loaded between the making of the copy and its first step, which the copy does
+    not get, are told, too.
 
     Parameters
     ----------
@@ -588,14 +589,14 @@ class LeftBehind:
         """Print a notice at ``load_state_dict()`` between the making of the copy and its first step."""
         if self._originals is None or self._originals.trained or not self._originals.placed:
             return
-        if (at := _caller()) is not None:
+        if (at := _caller(2)) is not None:
             notice(
                 f"{type(module).__name__} is given other values{at}, but mpizero has made the copy that it trains, "
                 "which keeps those from before: load them before mz.distribute, or model.load_named(arrays)"
             )
 
     def _used(self, module: torch.nn.Module, how: str) -> None:
-        if self._originals is None or not self._originals.trained or (at := _caller()) is None:
+        if self._originals is None or not self._originals.trained or (at := _caller(3)) is None:
             return
         if _versions(module) == self._versions.get(id(module)):
             notice(
@@ -605,19 +606,18 @@ class LeftBehind:
         self._originals = None
 
 
-def _caller() -> str | None:
-    """Return the line of the user's code that uses a module, for a notice; None if it is mpizero that uses it."""
-    frame, line = sys._getframe(2), None
+def _caller(depth: int) -> str | None:
+    """Return the line of the user's code that uses a module, for a notice; None if it is mpizero that uses it.
+
+    The frames of the hook, ``depth`` with this function's, are left out.
+    """
+    frame, line = sys._getframe(depth), None
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("mpizero.adapters") and frame.f_code.co_name not in _HOOKS:
+        if frame.f_globals.get("__name__", "").startswith("mpizero.adapters"):
             return None  # compares it with its blocks, or fills it
         line = line or _users(frame)
         frame = frame.f_back  # type: ignore[assignment]
     return "" if line is None else f" ({line})"
-
-
-#: Names of the methods by which PyTorch calls :class:`LeftBehind`.
-_HOOKS = ("__call__", "__reduce__", "before_state_dict", "before_load")
 
 
 def _users(frame: FrameType) -> Line | None:
