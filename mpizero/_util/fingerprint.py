@@ -400,7 +400,7 @@ def _is_member(name: str, item: Any) -> bool:
 
 
 def _fields(value: Any, ignored: Set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each field of an object that is compared; those named in ``ignored`` are not."""
+    """Yield name and value of each field of an object, except those named in ``ignored``."""
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

@@ -93,7 +93,7 @@ class Rounding:
         return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
 
     def near(self, actual: float, expected: float) -> bool:
-        """Tell whether two numbers differ by no more than rounding of sums, or :attr:`tolerance`, allows."""
+        """Tell whether two numbers differ by no more than the rounding of sums or, if larger, :attr:`tolerance`."""
         return actual == expected or abs(actual - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
 
     def ratio(self, factor: float, counts: float) -> bool:
@@ -107,7 +107,7 @@ class Rounding:
         return self.tolerance is not None and abs(actual - expected) <= self.tolerance * abs(expected)
 
     def close(self, actual: Array, expected: Array) -> bool:
-        """Tell whether two arrays differ by no more than rounding of sums, or :attr:`tolerance`, allows.
+        """Tell whether two arrays differ by no more than the rounding of sums or, if larger, :attr:`tolerance`.
 
         Differences are relative to the largest element of ``expected``; if that is 0, return False.
         """

@@ -397,7 +397,7 @@ def export(
     replace : bool
         Whether an existing file may be replaced.
     report : callable, optional
-        Called with the number of bytes, in the checkpoint, of each block after the block has been written.
+        Called after each block has been written, with the number of bytes that the block takes in the checkpoint.
 
     Raises
     ------

@@ -231,8 +231,8 @@ class ExactExchange:
         wait : bool
             True to return only when all messages have arrived.
         buffers : int
-            Number of the buffers to use, from 0 to ``IN_FLIGHT - 1``. The partial sums of the segment that has used
-            them before must have been added.
+            Index of the set of buffers to use, from 0 to ``IN_FLIGHT - 1``. The partial sums of the segment that has
+            used them before must have been added.
         """
         scratch = partial(self._numbered, buffers)
         if segment.codec is None:

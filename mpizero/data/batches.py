@@ -433,7 +433,7 @@ def _grains_of(ranks: Any) -> GrainSizes:
 
 
 def choose_grains(ranks: Any, source: Source, global_batch: int) -> None:
-    """Let a sharded model of PyTorch or JAX choose its default grains for a source; do nothing for other models.
+    """Let a sharded model of PyTorch or JAX choose its default grain size, in samples; do nothing for other models.
 
     Not collective; every rank calls it.
     """

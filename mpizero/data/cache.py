@@ -215,7 +215,7 @@ def cached(source: Source, ranks: Ranks | RankedModel, limit: int | None = None)
 
 @explains
 class BlockShuffledSource(WrappedSource):
-    """Provide the samples of another source, which batches shuffle by blocks; a rank holds a few blocks in memory.
+    """Provide another source's samples, to be shuffled by blocks in batches; a rank holds a few blocks in memory.
 
     In each epoch the blocks of neighbouring samples come in a random order, and the samples of ``blocks`` successive
     blocks are shuffled together. The order does not depend on the ranks, but on ``blocks`` and ``block``. A rank that

@@ -858,9 +858,10 @@ class NetcdfSource(FileSource):
     """Read samples from variables of one or several NetCDF-4 files; each sample is read when it is requested.
 
     The parameters and errors are those of :class:`~mpizero.data.FileSource`; the source needs the extra ``netcdf``.
-    Packed variables (``scale_factor``, ``add_offset``, ``_Unsigned``) are unpacked to the type of these attributes, at
-    least float32. Elements that are missing (``_FillValue``, one or several of ``missing_value``, never written) become
-    NaN; a missing element of an integer variable that is not packed is an error. ``valid_range`` is ignored.
+    Packed variables (``scale_factor``, ``add_offset``) are unpacked to the type of these attributes, at least float32;
+    ``_Unsigned`` says how stored integers are read. Elements that are missing (``_FillValue``, one or several of
+    ``missing_value``, never written) become NaN; a missing element of an integer variable that is not packed is an
+    error. ``valid_range`` is ignored.
 
     Examples
     --------
@@ -1088,7 +1089,7 @@ class _Decoded:
 
 
 def _signed(stored: np.dtype[Any], unsigned: Any, label: str) -> np.dtype[Any]:
-    """Return the type of stored integers, made signed or unsigned by ``_Unsigned``, in this machine's byte order."""
+    """Return an integer type in this machine's byte order, signed as NetCDF's attribute ``_Unsigned`` says."""
     native = stored.newbyteorder("=")
     if unsigned is None or stored.kind not in "iu":
         return native

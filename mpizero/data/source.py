@@ -473,7 +473,7 @@ class SampleRandom:
         return min(stop - 1, int(self.uniform() * stop))
 
     def _advance(self, out: Array) -> int:
-        """Return the index of the next unused random number, and mark as many numbers as ``out`` has as used.
+        """Return the index of the next unused random number, and mark ``out.size`` numbers from there on as used.
 
         Two draws never share a block of Philox, which holds four numbers of float32 or two of float64.
         """

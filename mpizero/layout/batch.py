@@ -164,8 +164,8 @@ def contiguous_parts(grid: NodeOrder, count: int) -> list[range]:
 
     The grains are assigned as by :func:`contiguous_owners`. With context groups, the part of a grain that one rank of
     the group computes counts as a grain: ``count`` is then the number of parts of all grains, and the returned numbers
-    are those that :func:`grain_part_number` gives to the parts. Consecutive part numbers of one rank differ by the
-    size of its context group.
+    are those that :func:`grain_part_number` gives to the parts. The parts of a grain have consecutive numbers, one for
+    each rank of the group.
     """
     contexts, parts = grid.context.size, []
     for position in range(grid.data.size):

@@ -1,4 +1,4 @@
-"""Lay out named parameters in one flat array, and cut the array into units, shards and blocks of files.
+"""Lay out named parameters in one flat array, and cut the array into units, shards, and boxes that files hold.
 
 A :class:`Unit` is a group of parameters that are gathered, reduced and freed together. A :class:`Partition` divides
 elements into contiguous shards whose sizes differ by at most one; :func:`owners_by_cost` assigns indivisible items to
@@ -319,7 +319,7 @@ class FlatLayout:
 
     @cached_property
     def uses(self) -> dict[str, tuple[ParameterUse, ...]]:
-        """The tied uses of each parameter by the parameter's name, in declared order, without frozen ones."""
+        """The tied uses of each parameter that is trained, by the parameter's name, in declared order."""
         by_name: dict[str, tuple[ParameterUse, ...]] = {}
         for entry in self.entries:
             if entry.spec.tied is not None and entry.gradient >= 0:

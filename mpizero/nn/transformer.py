@@ -280,7 +280,7 @@ class TokenEmbedding(SequenceLayer):
         return run
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return None, because integer ids have no gradient, and the gradient of the vectors before dropout.
+        """Return two values: None (integer ids have no gradient), and the gradient of the vectors before dropout.
 
         The second value is for :meth:`backward_weights`.
         """

@@ -1,4 +1,4 @@
-"""Let each rank compute several tiles of a model, with the bits of a group that has one rank for each tile.
+"""Let each rank compute several tiles of a model, with the same bits as a group with one rank for each tile.
 
 Tiles are the parts into which layers, or sequences, are cut (docs/concepts.md). They are numbered, and each rank of a
 group hosts the same number of successive tiles. A layer that is split over a :class:`VirtualGroup` computes what it
@@ -314,7 +314,7 @@ class Arrived(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VirtualGroup:
-    """Represent a group in which every tile is a rank, on one of the tiles; implements :class:`Group`.
+    """Represent a group in which every tile counts as a rank, as one tile sees it; implements :class:`Group`.
 
     Its methods are collective over all tiles; the tiles of this process call them in one :func:`run_in_turns`.
 

@@ -31,7 +31,7 @@ ZERO_STAGES = ("ddp", "zero1", "zero2", "zero3")
 
 @explains
 class ShardedModelBase(Model):
-    """Distribute a model by the strategy that a subclass names; it has more members than :class:`Model`.
+    """Distribute a model by the strategy that a subclass names; this class has more methods than :class:`Model`.
 
     Parameters
     ----------

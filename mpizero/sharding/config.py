@@ -292,7 +292,7 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         return type(self)(**{**values, **changes})
 
     def with_tiles(self, tiles: Tiles) -> Self:
-        """Return a copy with other tiles; that of a :class:`ShardingConfig` has the same mesh. Not collective."""
+        """Return a copy with other ``tiles``; a copy of a :class:`ShardingConfig` keeps its mesh. Not collective."""
         return self.replace(tiles=tiles)
 
     def comparable(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         return GrainRule(None, self.accumulate, samples and model.efficient_samples(*samples), coarse=True)
 
     def grain_size(self, global_batch: int) -> int:
-        """Return the number of samples in a full grain; the default of ``micro_batch`` then ignores the model."""
+        """Return the number of samples in a full grain; a default of ``micro_batch`` is that of an unknown model."""
         return self.grain_rule().grain_size(global_batch)
 
     def bucket_elements(self, itemsize: int) -> int | None:

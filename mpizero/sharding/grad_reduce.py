@@ -483,12 +483,12 @@ class AllReduceBuffer:
     The rows of all ranks of a node are in one shared window. The sum over all ranks is written to this rank's first
     row, or to the array that ``shard`` returns.
 
-    [Note: scratch] A grain whose gradient is added to an existing row at once (a right child in the tree) needs no row
-    of its own, if blocks end their backward passes one after the other. Then all blocks write their gradients to the
-    same scratch array, as large as the gradients of the largest block, and each block's part is added to the row when
-    the block has ended. Every element is added in the same order as without the scratch array. With several
-    micro-batches to a grain, the first one of each grain is written to the grain's row, and those after it to the
-    scratch array.
+    [Note: scratch] The gradient of a grain that is a right child in the tree of sums is added to an existing row as
+    soon as it is computed. It needs no row of its own, if blocks end their backward passes one after the other. Then
+    all blocks write their gradients to the same scratch array, as large as the gradients of the largest block, and each
+    block's part is added to the row when the block has ended. Every element is added in the same order as without the
+    scratch array. With several micro-batches to a grain, the first one of each grain is written to the grain's row, and
+    those after it to the scratch array.
 
     Parameters
     ----------
@@ -1011,10 +1011,10 @@ class GradientExchange(ExactExchange):
 
     [Note: units of means] A step divides its sum of gradients by its own total weight and loss scale (the divisor). So
     residuals are kept in units of the mean gradient, that is divided by the divisor, and the next step multiplies them
-    by its own divisor. Rows are sent after the ranks have agreed on the total weight. Gradients of rounds are sent
-    earlier: their divisor is estimated from the weight of a sample in the last step, and the error of the estimate
-    stays in the residuals. So all messages plus the residuals, converted to means, add up to the sum of all mean
-    gradients, whatever the weights are.
+    by its own divisor. Rows are sent after the ranks have agreed on the total weight. Gradients that are summed unit by
+    unit, in the backward pass, are sent before the total weight is known: their divisor is estimated from the mean
+    weight of a sample in the last step, and the error of the estimate stays in the residuals. So all messages plus the
+    residuals, converted to means, add up to the sum of all mean gradients, whatever the weights are.
 
     [Note: copies] A compressed value depends on its neighbours in a message, on its owner, and on the residuals of
     earlier messages. If other ranks hold a copy of a parameter that they update themselves (on another pipeline stage,

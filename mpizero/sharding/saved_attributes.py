@@ -393,8 +393,8 @@ class SavedArray:
 def opened_alike(comm: Communicator, what: str, data: bytes) -> Iterator[checkpoint.Reader]:
     """Yield a reader of a serialized model, after checking that all ranks pass equal bytes. Collective over ``comm``.
 
-    The check compares the attributes and the stored checksums of the arrays. The check is the first communication of
-    the operation, which error messages call ``what``.
+    The check compares the attributes and the stored checksums of the arrays. The check is the operation's first
+    communication; ``what`` is the operation's name in error messages.
 
     Raises
     ------

@@ -289,7 +289,7 @@ def _check_optimizer(engine: Engine, reader: ArrayReader, saved: Mapping[str, An
 
 
 def _check_tensors(engine: Engine, reader: ArrayReader, name: str) -> None:
-    """Raise ``CheckpointError`` if the bound matrix optimizer has other state arrays than the saved one."""
+    """Raise ``CheckpointError`` if the model's matrix optimizer has other state arrays than the checkpoint's."""
     for entry in engine.global_view.layout.parameters:
         for slot, spec in elementwise.state_specs(engine.bound_updater.optimizer, entry.spec).items():
             path = f"optimizer/{slot}/{spec.name}"

@@ -261,8 +261,8 @@ def assert_same_as_serial(
     Parameters
     ----------
     checked : callable, BlockModel or Layer
-        The function, model or layer. A layer is trained with the loss ``MeanSquaredError``, and after a ``LayerNorm``
-        if ``x`` has a floating dtype.
+        The function, model or layer. A layer is trained with the loss ``MeanSquaredError``; if ``x`` has a floating
+        dtype, a ``LayerNorm`` is put before the layer.
     comm : Communicator or mpi4py communicator, optional
         The ranks of the group. None, for models and layers only: groups of several sizes of threads of this process.
     x, y : array

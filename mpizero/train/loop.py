@@ -792,7 +792,7 @@ class MethodWatch:
         return f"{self.reason or 'not converged'} ({state} {counts})"
 
     def begin(self) -> None:
-        """Set the parameters to the next trial point, before the first step of a session. Collective."""
+        """Set the parameters to the point that the method evaluates next, after a start or a resume. Collective."""
         self._iterate_version = None
         if self.progress is not None:
             self._model._engine.place(iterate=False)

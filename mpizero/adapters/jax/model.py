@@ -50,13 +50,13 @@ class JaxModel:
         ``predict(parameters, x)`` returns predictions, an array or a pytree of them. A model of blocks takes no
         ``predict``: its prediction is the output of the last block.
     blocks : list or mapping, optional
-        Makes a model of blocks, which ZeRO-3 gathers one by one and pipelines divide: pairs ``(init, apply)`` or
-        ``(parameters, apply)`` in the order in which they run, as a mapping by name or as a list, whose blocks are
-        named "0", "1", ... ``init(key)`` returns the block's parameters, a pytree; ``apply(parameters, x[, key])``
-        returns its output, an array or a pytree of them. The argument ``parameters`` is then None; or it has the
-        parameters of every block, and ``blocks`` has only the functions ``apply``. ``loss(prediction, y)`` takes the
-        output of the last block, or is a loss of ``mpizero.nn``. The name of a parameter begins with the name of its
-        block.
+        The blocks of a model, each a pair ``(init, apply)`` or ``(parameters, apply)``, in the order in which they run:
+        a mapping by name, or a list, whose blocks are named "0", "1", ... ZeRO-3 gathers one block at a time, and
+        pipelines divide the blocks over stages. ``init(key)`` returns the block's parameters, a pytree;
+        ``apply(parameters, x[, key])`` returns its output, an array or a pytree of them. The argument ``parameters`` is
+        then None; or it has the parameters of every block, and ``blocks`` has only the functions ``apply``.
+        ``loss(prediction, y)`` takes the output of the last block, or is a loss of ``mpizero.nn``. The name of a
+        parameter begins with the name of its block.
     seed : int
         Seed of all keys, including those that are passed to ``init``.
     frozen : collection of str

@@ -239,8 +239,8 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
     """Make a decorator that turns a function which updates one block into a kernel that first sums rows of gradients.
 
     The function is called as ``update(total, *arrays, hyper, start, stop)`` and gets the elements of the averaged
-    gradient by ``_gradient(total, i)``. The argument of the decorator, ``arrays``, is the types of the arrays in a
-    kernel's signature. The kernel is called as ``kernel(rows, first, program, divisor, *arrays, hyper, start, stop)``.
+    gradient by ``_gradient(total, i)``. ``arrays`` is the part of the kernel's signature with the types of ``*arrays``,
+    as text. The kernel is called as ``kernel(rows, first, program, divisor, *arrays, hyper, start, stop)``.
     """
 
     def made(update: Callable[..., None]) -> Kernel:

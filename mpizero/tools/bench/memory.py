@@ -333,7 +333,7 @@ class _LayoutRun:
         return measure_steps(self.comm, placed, feed, steps)
 
     def plan(self, parameters: int, together: int | None) -> tuple[str, TrainingPlan]:
-        """Describe and plan the same training with ``together`` ranks on a node. Not collective."""
+        """Return a description and the plan of this training, with ``together`` ranks on each node. Not collective."""
         x, y = _samples(self.model, 1, 0)
         planned = TrainingPlan(
             model=self.model,
@@ -474,7 +474,7 @@ class _ConfigRun:
         return measure_steps(self.comm, placed, feed, steps)
 
     def plan(self, parameters: int, together: int | None) -> tuple[str, TrainingPlan]:
-        """Describe and plan the same training with ``together`` ranks on a node. Not collective."""
+        """Return a description and the plan of this training, with ``together`` ranks on each node. Not collective."""
         config, planned = self.config, plan(self.config, PlanRequest(self.comm.size, together)).training
         model = f"{config.model.described} with {parameters:,} {np.dtype(planned.model.dtype).name} parameters"
         grains = planned.grains.described(config.train.accumulate)

@@ -63,7 +63,7 @@ def total_sent(parts: Iterable[Sent]) -> Sent:
 
 
 def one_call(nbytes: int) -> Sent:
-    """Return ``nbytes`` sent in one call; no call if ``nbytes`` is 0. Not collective."""
+    """Return the traffic of one call that sends ``nbytes`` bytes, or of no call if ``nbytes`` is 0. Not collective."""
     return Sent(nbytes, 1) if nbytes else Sent()
 
 

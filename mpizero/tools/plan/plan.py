@@ -80,8 +80,9 @@ class MemoryBytes(NamedTuple):
     shared : int
         Bytes of a window that ``sharers`` ranks share.
     sharers : int
-        Number of ranks that share the window. (For a sum of windows, it is the least common multiple of their numbers
-        of ranks, and ``shared`` is scaled so that ``shared / sharers`` is one rank's share of all windows.)
+        Number of ranks that share the window. (In a sum of several windows ``sharers`` is the least common multiple of
+        the windows' numbers of ranks, and ``shared`` is scaled so that ``shared / sharers`` is one rank's share of all
+        windows.)
     """
 
     private: int = 0
@@ -499,7 +500,7 @@ class TrainingPlan:
     def _tensors_of(self, part: ModelPart, grid: PlannedGrid) -> TensorPlan:
         """Return the owners of the tensors of ``part`` that the optimizer updates as a whole.
 
-        The owners are computed once for all ranks with equal parts and nodes.
+        The result is cached for all ranks that hold equal parts of the model, on nodes with as many ranks.
         """
         key = (id(part), grid.nodes)
         if key not in self._tensor_plans:
