@@ -88,11 +88,11 @@ class CallRecord(NamedTuple):
     where: str
 
 
-class FileTransfer:
-    """Count the bytes that a rank has read from or written to one file, and store the time of the last change.
+class Transfer:
+    """Count the bytes that a rank has moved, of one file or of its messages, and store the time of the last change.
 
-    ``what`` describes the file, ``bytes`` is the count, and ``moved`` the ``time.monotonic()`` of the count's last
-    change.
+    ``what`` describes the file or the messages, ``bytes`` is the count, and ``moved`` the ``time.monotonic()`` of the
+    count's last change.
     """
 
     __slots__ = ("bytes", "moved", "what")
@@ -101,7 +101,7 @@ class FileTransfer:
         self.what, self.bytes, self.moved = what, 0, monotonic()
 
     def advance(self, nbytes: int) -> None:
-        """Add the number of bytes that have just been read, written or flushed to disk. Not collective."""
+        """Add the number of bytes that have just been read, written, flushed to disk or sent. Not collective."""
         self.bytes += nbytes
         self.moved = monotonic()
 
@@ -128,7 +128,7 @@ class CallTrace:
         Name and start time of a task that all ranks must finish together, such as a training step; ("", 0.0) if none.
     joint_tasks : int
         Number of joint tasks (see ``present_task``) that the rank has finished.
-    transfers : tuple of FileTransfer
+    transfers : tuple of Transfer
         Files that the rank is reading or writing now, while other ranks may be waiting for this rank.
     """
 
@@ -146,7 +146,7 @@ class CallTrace:
         self.started = 0
         self.present_task = ("", 0.0)
         self.joint_tasks = 0
-        self.transfers: tuple[FileTransfer, ...] = ()
+        self.transfers: tuple[Transfer, ...] = ()
         self._changing = Lock()  # a checkpoint's writer is a thread of its own
         self._numbers: dict[Signature, int] = {}
         self._errors: dict[int, str] = {}
@@ -232,7 +232,7 @@ class CallTrace:
         written. As long as the block keeps calling the function, ranks that wait for this rank do not count as stuck.
         ``what`` describes the file.
         """
-        transfer = FileTransfer(what)
+        transfer = Transfer(what)
         with self._changing:
             self.transfers = (*self.transfers, transfer)
         try:

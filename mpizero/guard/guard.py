@@ -58,8 +58,10 @@ from mpizero.guard.heartbeat import (
     BLOCKED,
     EXIT_PATIENCE,
     JOINS,
+    LOOK_AT_LINKS,
     EarlyExit,
     Heartbeat,
+    LinkWatch,
     MismatchWatch,
     Supervisor,
     agree_range,
@@ -93,6 +95,8 @@ class JobExit:
         self.statuses = StatusGroups()
         self.register = CommunicatorRegistry()
         self.supervisor = Supervisor()
+        #: Runs the :class:`.LinkWatch`, whose queries must not delay the other checks.
+        self.links = Supervisor()
         self.patience = EXIT_PATIENCE
         self.heartbeat: Heartbeat | None = None
         self.mismatch_watch: MismatchWatch | None = None
@@ -439,6 +443,7 @@ class Guard(JobExit):
             self._c_exit_hook.close()
             self._c_exit_hook = None
         os.environ.pop(RANK_PROCESS, None)
+        self.links.stop()
         self.hooks, self.process = None, 0
 
     def release_to_host(self) -> None:
@@ -573,6 +578,12 @@ class Guard(JobExit):
             self.mismatch_watch = MismatchWatch(self.heartbeat, self._end_mismatch)
             self.heartbeat.listeners.append(self.mismatch_watch.look)
             self._c_exit_hook = CExitHook(self._on_c_exit)
+        if not self.links.is_running and self.heartbeat and any(remote.leads for remote in self.statuses.remote):
+            self.links.add(LinkWatch(self.heartbeat, self.supervisor, self._tell).look, LOOK_AT_LINKS)
+
+    def _tell(self, text: str) -> None:
+        if not self.ending:
+            write_stderr(self.with_prefix(text))
 
 
 _GUARD = Guard()

@@ -2,9 +2,9 @@
 
 The thread is a :class:`Supervisor`, which runs the periodic checks of the process. The :class:`Heartbeat` writes the
 status of this rank to the status tables, several times a second. :class:`MismatchWatch` compares the calls of the ranks
-of a node. :func:`watch_arrival` ends the job if not all ranks join in making a communicator. :class:`EarlyExit` decides
-whether the other ranks can finish without a rank that has reached the end of its program. The last functions describe a
-call that does not return, for a report.
+of a node. :class:`LinkWatch` tells when another host is silent. :func:`watch_arrival` ends the job if not all ranks
+join in making a communicator. :class:`EarlyExit` decides whether the other ranks can finish without a rank that has
+reached the end of its program. The last functions describe a call that does not return, for a report.
 
 [Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
 count as waiting time, although the clock continues. If a job is suspended, its ranks stop and resume at slightly
@@ -40,7 +40,7 @@ import numpy as np
 
 from mpizero.errors import CollectiveMismatch
 from mpizero.guard.call_trace import MAKING, CallRecord, CallTrace, CommunicatorEntry, CommunicatorRegistry, mismatch
-from mpizero.guard.remote_status import StatusGroups
+from mpizero.guard.remote_status import MESSAGES, RemoteStatus, StatusGroups
 from mpizero.guard.reports import rank_ranges, ranks_text, write_stderr
 from mpizero.guard.status import StatusRecord, all_stacks, current_frame, describe_stack, innermost_line
 from mpizero.types import Array
@@ -302,6 +302,9 @@ class Heartbeat:
         making = {e.key: rank_ranges(sorted(e.members)) for e in entries if e.trace.operation == MAKING}
         record["making"] = {key: ranges if len(ranges) <= _RANGES else [] for key, ranges in making.items()}
         record["transfers"] = transfers_in_progress([entry.trace for entry in tuple(self.register.live)], since)
+        if self.statuses.remote and any(call[5] >= _PATIENCE for call in record["calls"]):
+            messages = self.statuses.count_messages(now)
+            record["transfers"].append([messages.what, messages.bytes, since(messages.moved)])
         record["joint_tasks"] = [
             [e.key, e.trace.joint_tasks, what, since(begun)]
             for e in tuple(self.register.live)
@@ -428,6 +431,71 @@ class MismatchWatch:
             time.sleep(0.01)
 
 
+#: Seconds without a word from a host until this is told; seconds until the host is asked, whose servers then show that
+#: the link works; and seconds between two looks.
+_SILENCE, _ASK, LOOK_AT_LINKS = 10.0, 5.0, 1.0
+#: Most hosts that a report names.
+_HOSTS = 8
+
+
+class LinkWatch:
+    """Tell when another host is silent while this rank waits in a call, and when it answers again: once each.
+
+    A host is silent if no byte moves of the messages of this rank's node, and none of the host's status servers
+    answers, for ten seconds. So neither a slow link nor a host whose ranks compute is silent. Of a host that has never
+    answered, behind a firewall for example, nothing is told. Only the lowest rank of a status group watches. The
+    queries take up to a second, so :meth:`look` is called in a thread of its own.
+
+    Parameters
+    ----------
+    heartbeat : Heartbeat
+        Provides this rank's status record and the status groups.
+    supervisor : Supervisor
+        Tells how long the process was stopped; does not call :meth:`look`.
+    tell : callable
+        Writes a text to standard error.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, supervisor: Supervisor, tell: Callable[[str], None]) -> None:
+        self._heartbeat, self._supervisor, self._tell = heartbeat, supervisor, tell
+        self._silent: dict[str, float] = {}  # the hosts that were told of, and when
+        self._asked: set[RemoteStatus] = set()
+
+    def look(self, now: float) -> None:
+        """Ask the other hosts if there is reason to, and tell which have become silent or have answered again."""
+        record, statuses = self._heartbeat.last_record, self._heartbeat.statuses
+        call = max(record["calls"], key=lambda entry: float(entry[5]), default=None)
+        transfers = [(t, s["age"]) for s in with_age(statuses.read()).values() for t in s.get("transfers", ())]
+        quiet = min([call[5] if call else 0.0, *(t[2] + age for t, age in transfers if t[0] == MESSAGES)])
+        for remote in filter(lambda one: one.leads, statuses.remote):
+            asks = remote not in self._asked or not self._silent.keys().isdisjoint(remote.hosts)
+            if asks or max(self._ages(remote, quiet, now).values()) > _ASK:
+                self._asked.add(remote)
+                remote.read()
+            if back := {host for host, told in self._silent.items() if remote.answered.get(host, told) > told}:
+                seconds = _SILENCE + max(self._supervisor.since(self._silent.pop(host), now) for host in back)
+                text = f"{hosts_text(remote.hosts, back)} answers again, after {seconds:.0f} s"
+                self._tell(f"{text}; TCP may take as long again to repeat what was lost")
+            ages = {host: age for host, age in self._ages(remote, quiet, now).items() if host in remote.answered}
+            if call and (lost := {host for host, age in ages.items() if age >= _SILENCE}.difference(self._silent)):
+                self._silent |= dict.fromkeys(lost, now)
+                text = f"no word from {hosts_text(remote.hosts, lost)} for {max(map(ages.__getitem__, lost)):.0f} s"
+                where = f"waiting in {describe_call_entry(call)} at {record['place']}"
+                self._tell(f"{text}, neither bytes of messages nor an answer by TCP: {where}")
+
+    def _ages(self, remote: RemoteStatus, quiet: float, now: float) -> dict[str, float]:
+        """Return for how long each other host has been silent, if no bytes have moved for ``quiet`` seconds."""
+        never = float("-inf")
+        return {h: min(quiet, self._supervisor.since(remote.answered.get(h, never), now)) for h in remote.hosts}
+
+
+def hosts_text(ranks: Mapping[str, Sequence[int]], hosts: Iterable[str]) -> str:
+    """Return ``hosts`` as text with their ranks, such as "node7 (ranks 4-7)"; ``ranks`` are the ranks of each host."""
+    names = sorted(hosts, key=lambda host: ranks[host][0])
+    more = f" and {len(names) - _HOSTS} more hosts" if len(names) > _HOSTS else ""
+    return ", ".join(f"{host} ({ranks_text(ranks[host])})" for host in names[:_HOSTS]) + more
+
+
 #: Default timeout in seconds, also that of a configuration.
 ARRIVAL_PATIENCE = 600.0
 #: What a rank that makes a communicator says about the end of the job: more than any rank that ends.
@@ -468,7 +536,7 @@ def watch_arrival(
         if timeout is not None and trace.entered and since > timeout:
             call = [entry.key, trace.name, 0, MAKING, "", since]
             known = with_age(records())
-            end("\n".join(describe_stuck_call(call, entry.members, known, timeout, supervisor.tick)))
+            end("\n".join(describe_stuck_call(call, entry.members, known, {}, timeout, supervisor.tick)))
 
     trace = entry.trace
     trace.operation, trace.entered = MAKING, time.monotonic()
@@ -649,7 +717,12 @@ def with_age(records: Mapping[int, StatusRecord]) -> dict[int, StatusRecord]:
 
 
 def describe_stuck_call(
-    call: Sequence[Any], members: Sequence[int], known: Mapping[int, StatusRecord], timeout: float, tick: float
+    call: Sequence[Any],
+    members: Sequence[int],
+    known: Mapping[int, StatusRecord],
+    hosts: Mapping[int, str],
+    timeout: float,
+    tick: float,
 ) -> list[str]:
     """Return the lines of the report on a call that lasts too long: the missing ranks, then the status of each rank.
 
@@ -661,6 +734,8 @@ def describe_stuck_call(
         World ranks of the communicator.
     known : dict
         Status records by rank, with their age (see :func:`with_age`).
+    hosts : dict
+        Names of the other hosts by world rank, as far as they are known.
     timeout, tick : float
         The timeout of the call, and the time between two writes of a status record, both in seconds.
     """
@@ -674,7 +749,10 @@ def describe_stuck_call(
         missing = [r for r in members if r in known and known[r]["marks"].get(key, (sequence, 0))[0] < sequence]
         others = {r: c for r in members if r in known for c in known[r]["calls"] if c[0] == key and c[2] == sequence}
         differing = [r for r, c in others.items() if c[3] != operation]
-        strange = f"nothing known of {ranks_text(unknown)} (another node)"
+        by_host: dict[str, list[int]] = {}
+        for rank in unknown:
+            by_host.setdefault(hosts.get(rank, "another node"), []).append(rank)
+        strange = f"no answer from {hosts_text(by_host, by_host)}"
     verdict = [f"{ranks_text(missing)} not in it"] if missing else []
     verdict += [f"{ranks_text(differing)} in another operation"] if differing else []
     verdict += [strange] if unknown else []
@@ -682,7 +760,8 @@ def describe_stuck_call(
         verdict = ["all ranks are in it: counts or types differ, or the library is stuck"]
     lasted = f"{call[5]:.1f} s (timeout {timeout:g} s)"
     head = f"stuck: {describe_call_entry(call)} has lasted {lasted}: {'; '.join(verdict)}"
-    return [head, *(f"  rank {rank}: {_describe_record(record, tick)}" for rank, record in sorted(known.items()))]
+    names = {rank: f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}" for rank in sorted(known)}
+    return [head, *(f"  {name}: {_describe_record(known[rank], tick)}" for rank, name in names.items())]
 
 
 def _describe_record(record: StatusRecord, tick: float) -> str:

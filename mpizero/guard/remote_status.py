@@ -23,6 +23,12 @@ another random number with an HMAC of both. The server's reply begins with an HM
 So an eavesdropper can read a message, but cannot alter it or send it again. A client that does not finish in time is
 disconnected. If too many clients are connected, the oldest one is disconnected. Only a few connections at a time are
 accepted from addresses that do not belong to the job, so that such connections do not slow down the training.
+
+[Note: bytes of messages] The kernel counts the bytes that the other end of a TCP connection has acknowledged and those
+that have arrived, so a connection tells whether its link works even while a rank is inside MPI. Counted are only the
+connections of this process with other hosts of the job: traffic of other programs, file servers included, keeps no
+stuck job alive. Queries of status would, because ranks send them when a job is stuck; they are left out. Of messages
+that take no TCP connection of the process (InfiniBand, UDP) nothing is known.
 """
 
 from __future__ import annotations
@@ -31,9 +37,11 @@ import contextlib
 import errno
 import fcntl
 import hmac
+import os
 import secrets
 import selectors
 import socket
+import stat
 import struct
 import threading
 import time
@@ -42,11 +50,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mpizero._util.checks import strict_json
+from mpizero.guard.call_trace import Transfer
 from mpizero.guard.status import StartupTable, StatusRecord, StatusTable, encode, is_working, open_status_table
 
 T = TypeVar("T")
 #: Seconds for which a rank that ends waits for ranks that have not started yet: one of them may need it.
 _STARTING = 3.0
+#: Name of the messages with other hosts among the transfers of a status record, and the fewest seconds between two
+#: counts of their bytes, which take 20 microseconds for each connection of the process.
+MESSAGES, _COUNT = "messages by TCP", 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +101,9 @@ class StatusGroups:
         self.groups: list[StatusGroup] = []
         #: Status of all ranks of this node, with a common communicator or without; None if it is not open.
         self.startup_table: StartupTable | None = None
+        self._messages = Transfer(MESSAGES)
+        self._message_bytes: dict[tuple[Any, Any], int] = {}
+        self._counted = float("-inf")
 
     # ------------------------------------------------------------------ groups
 
@@ -148,6 +163,30 @@ class StatusGroups:
     def ranks(self) -> tuple[int, ...]:
         """World ranks on this node whose status records can be read from a status table."""
         return tuple(sorted({rank for group in self.groups for rank in group.status_table.ranks}))
+
+    @property
+    def hosts(self) -> dict[int, str]:
+        """Names of the other hosts by world rank, for the ranks that are in a status group with this one."""
+        return {rank: host for remote in self.remote for host, ranks in remote.hosts.items() for rank in ranks}
+
+    @property
+    def remote(self) -> list[RemoteStatus]:
+        """The connections to other nodes, those of the smallest status group first."""
+        return [group.remote_status for group in self.groups if group.remote_status is not None]
+
+    def count_messages(self, now: float) -> Transfer:
+        """Return this rank's messages with other hosts, after a count of their bytes if the last one is a second old.
+
+        Not collective. ``now`` is the present ``time.monotonic()``.
+        """
+        if now - self._counted >= _COUNT:
+            before, self._counted = self._message_bytes, now
+            self._message_bytes = {
+                ends: count for remote in self.remote for ends, count in remote.message_bytes().items()
+            }
+            if moved := sum(count - before.get(ends, count) for ends, count in self._message_bytes.items()):
+                self._messages.advance(moved)
+        return self._messages
 
     @property
     def leads(self) -> bool:
@@ -285,6 +324,9 @@ _SAME = 0.05
 _NONCE, _PROOF, _LENGTH = 32, 32, 4
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 _LOOPBACK = "127."
+_OWN_FILES = "/proc/self/fd"
+#: Where Linux's ``struct tcp_info`` has the bytes that were acknowledged and received.
+_BYTES = slice(120, 136)
 
 
 @dataclass(frozen=True)
@@ -310,6 +352,8 @@ class RemoteStatus:
         self._servers: list[socket.socket] = []
         self._thread: threading.Thread | None = None
         self._closing = False
+        #: When each other host has last answered a query: a time of ``time.monotonic()``.
+        self.answered: dict[str, float] = {}
         self._remote_servers: dict[str, list[StatusServer]] = {}
         self._last: dict[int, StatusRecord] = {}
         self._next, self._pause = 0.0, 0.5
@@ -321,6 +365,11 @@ class RemoteStatus:
         gathered = allgather((socket_names, addresses() if socket_names else [], secrets.token_bytes(32)))
         self._secret: bytes = gathered[0][2]
         self._known = {address for _, known, _ in gathered for address in known}
+        self._others = self._known.difference(addresses())
+        self._status_ends = {end for ends, *_ in gathered for end in map(tuple, ends)}
+        #: World ranks on each other host, by the host's name; :attr:`leads` tells whether this rank is below them all.
+        self.hosts = {name: [rank for rank, theirs in hosts if theirs == name] for _, name in hosts if name != host}
+        self.leads = status_table.rank == min(hosts)[0]
         for (rank, name), (socket_names, *_) in zip(hosts, gathered, strict=True):
             if name != host:
                 ranks = frozenset(other for other, theirs in hosts if theirs == name)
@@ -384,6 +433,34 @@ class RemoteStatus:
         for server in self._servers:
             server.close()
 
+    def message_bytes(self) -> dict[tuple[Any, Any], int]:
+        """Return the bytes so far on each TCP connection of this process with another host of the job, by its two ends.
+
+        Not collective. See [Note: bytes of messages].
+        """
+        found: dict[tuple[Any, Any], int] = {}
+        names: list[str] = []
+        with contextlib.suppress(OSError):
+            if socket.getdefaulttimeout() is None:  # else Python would make MPI's sockets non-blocking
+                names = os.listdir(_OWN_FILES)
+        for name in names:
+            # A duplicate: MPI may close the descriptor meanwhile, and another file may get its number.
+            with contextlib.suppress(OSError, AttributeError):  # no connection
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    with socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as connection:
+                        found |= self._bytes_of(connection)
+        return found
+
+    def _bytes_of(self, connection: socket.socket) -> dict[tuple[Any, Any], int]:
+        peer = connection.getpeername()
+        if not isinstance(peer, tuple) or peer[0].removeprefix("::ffff:") not in self._others:
+            return {}
+        ends = connection.getsockname()[:2], peer[:2]
+        if not self._status_ends.isdisjoint(ends):
+            return {}
+        information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.stop)
+        return {ends: sum(struct.unpack("QQ", information[_BYTES]))}
+
     # ------------------------------------------------------------------ the exchange
 
     def _query(self, server: StatusServer, name: str, records: dict[int, StatusRecord], answered: set[str]) -> Script:
@@ -398,6 +475,7 @@ class RemoteStatus:
         if hmac.compare_digest(head[:_PROOF], self._proof(b"answer", server.rank, challenge + nonce + body)):
             records |= parse_records(body, server.ranks, time.monotonic())
             answered.add(name)
+            self.answered[name] = time.monotonic()
 
     def _serve_query(self) -> Script:
         challenge = secrets.token_bytes(_NONCE)

@@ -12,9 +12,11 @@ that restarts the timer did not run meanwhile. So :class:`LockTimer` counts the 
 does not advance in a stopped process. This timer does not notice a thread that sleeps while it holds the lock; the
 watchdogs of the other ranks notice such a thread.
 
-[Note: files] A rank that waits for another rank's file transfer is not stuck as long as bytes are read or written,
-however slowly. So the timeout of a call begins again whenever any rank reads or writes bytes
-(:meth:`.CallTrace.transfer`).
+[Note: bytes that move] A rank that waits for another rank's file transfer is not stuck as long as bytes are read or
+written, however slowly. So the timeout of a call begins again whenever any rank reads or writes bytes
+(:meth:`.CallTrace.transfer`), and whenever bytes of messages move between a rank of the call's communicator and another
+host ([Note: bytes of messages]). The messages of other ranks do not count: a part of the job that goes on must not hide
+that another part is stuck.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from mpizero.guard.heartbeat import (
     transfers_in_progress,
     with_age,
 )
+from mpizero.guard.remote_status import MESSAGES
 from mpizero.guard.reports import write_stderr
 from mpizero.guard.status import StatusRecord, all_stacks, describe_stack
 
@@ -195,13 +198,13 @@ class Watchdog:
             self._write_status()
         calls = calls_in_progress(self._register, lambda moment: self._guard.supervisor.since(moment, now))
         for call in calls:
-            if call[5] > self._timeout and not self._files_move(call, now):
+            if call[5] > self._timeout and not self._bytes_move(call, now):
                 self._end(call)
                 return None
         return None if self._shared else self._timeout - max((call[5] for call in calls), default=0.0)
 
-    def _files_move(self, call: list[Any], now: float) -> bool:
-        """Tell whether a rank whose status can be read has read or written bytes of files within the timeout.
+    def _bytes_move(self, call: list[Any], now: float) -> bool:
+        """Tell whether bytes of files or messages have moved within the timeout, see [Note: bytes that move].
 
         A result of True is returned again, without reading status records, until these bytes are older than the
         timeout.
@@ -211,8 +214,13 @@ class Watchdog:
             return True
         transfers = transfers_in_progress(self._comm.traces(), lambda moment: since(moment, now))
         if self._shared:
-            records = self._records(self._members(call))
-            transfers += [[*t[:2], t[2] + s["age"]] for s in records.values() for t in s.get("transfers", ())]
+            members = self._members(call)
+            transfers += [
+                [*t[:2], t[2] + record["age"]]
+                for rank, record in self._records(members).items()
+                for t in record.get("transfers", ())
+                if rank in members or t[0] != MESSAGES
+            ]
         quiet = min((seconds for _, _, seconds in transfers), default=math.inf)
         self._moved = now - quiet if quiet <= self._timeout else 0.0
         return quiet <= self._timeout
@@ -227,7 +235,8 @@ class Watchdog:
                 self._announce("reports")
                 members = self._members(call)
                 records, tick = self._records(members), self._guard.supervisor.tick
-                lines = describe_stuck_call(call, members, records, self._timeout, tick)
+                hosts = self._guard.statuses.hosts
+                lines = describe_stuck_call(call, members, records, hosts, self._timeout, tick)
                 if not records.keys() >= set(members) and self._guard.launcher == OPEN_MPI:
                     lines.append(f"  {OPEN_MPI} may stay until that node answers: end it by two Ctrl-C, or scancel")
             except Exception as failure:  # the job ends all the same

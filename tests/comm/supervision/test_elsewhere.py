@@ -5,17 +5,27 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from mpizero.guard import guard
 from mpizero.guard import remote_status as module
-from mpizero.guard.call_trace import CommunicatorRegistry
+from mpizero.guard.call_trace import CallTrace, CommunicatorRegistry
 from mpizero.guard.heartbeat import Heartbeat, Supervisor
-from mpizero.guard.remote_status import RECORD_LIMIT, RemoteStatus, StatusGroups, StatusServer, addresses, parse_records
+from mpizero.guard.remote_status import (
+    MESSAGES,
+    RECORD_LIMIT,
+    RemoteStatus,
+    StatusGroups,
+    StatusServer,
+    addresses,
+    parse_records,
+)
 from mpizero.guard.status import StatusTable
 from mpizero.testing import run_in_threads
 
@@ -425,3 +435,53 @@ def test_without_a_door_the_run_goes_on(monkeypatch, missing):
 
     monkeypatch.setattr(*missing, refuse)
     assert run_in_threads(2, lambda comm: asked(comm, 1)) == [{}, {}]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux counts the bytes of a connection")
+def test_bytes_of_messages_are_those_of_connections_with_other_hosts_without_those_of_questions(pair):
+    asker, _ = pair
+    accepted, heard = threading.Event(), threading.Event()
+
+    def talk(connection):
+        accepted.set()
+        while connection.recv(1 << 16):
+            heard.set()
+
+    def counts():
+        return asker.message_bytes()
+
+    with listener(talk) as place, socket.create_connection(place, PATIENCE) as connection:
+        assert accepted.wait(PATIENCE)
+        assert counts() == {}, "the other end is this host"
+        asker._others = {"127.0.0.1"}  # as if it were another one
+        assert counts().keys() == {(connection.getsockname(), place), (place, connection.getsockname())}
+        before, opened = counts(), os.listdir("/proc/self/fd")
+        with socket.create_connection(door_of(asker).address, PATIENCE) as question:
+            assert question.recv(1), "it has begun"
+            assert counts() == before
+        connection.sendall(b"message")
+        assert heard.wait(PATIENCE)
+        limit = time.monotonic() + PATIENCE
+        while (gained := [counts()[ends] - before[ends] for ends in before]) != [7, 7] and time.monotonic() < limit:
+            time.sleep(0.01)  # until it is acknowledged
+        assert gained == [7, 7]
+        assert len(os.listdir("/proc/self/fd")) == len(opened)
+
+
+def test_bytes_are_counted_once_a_second_and_told_as_a_transfer_while_a_rank_waits():
+    statuses, register, trace = StatusGroups(), CommunicatorRegistry(), CallTrace("world")
+    register.add(trace, (0, 1))
+    read = iter([{"a": 5}, {"a": 9, "b": 100}, {"b": 101}])
+    remote = SimpleNamespace(message_bytes=lambda: next(read))
+    statuses.groups = [SimpleNamespace(remote_status=remote, status_table=StatusTable((0,), 0, None))]
+    heartbeat, now = Heartbeat(statuses, register, Supervisor(), dict), time.monotonic()
+
+    def told(seconds):
+        return [transfer[:2] for transfer in heartbeat.record(now + seconds)["transfers"]]
+
+    assert told(0.0) == [], "it does not wait"
+    trace.entered = now
+    assert told(1.0) == [[MESSAGES, 0]], "nothing is known of what was before"
+    assert told(1.5) == [[MESSAGES, 0]]
+    assert told(2.5) == [[MESSAGES, 4]], "of a new connection neither"
+    assert told(4.0) == [[MESSAGES, 5]], "and a closed one takes nothing away"

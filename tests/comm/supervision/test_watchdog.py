@@ -12,7 +12,16 @@ import pytest
 
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure
 from mpizero.guard.call_trace import CallTrace, CommunicatorRegistry
-from mpizero.guard.heartbeat import HEARTBEAT, MismatchWatch, Supervisor, calls_in_progress, is_silent
+from mpizero.guard.heartbeat import (
+    HEARTBEAT,
+    LinkWatch,
+    MismatchWatch,
+    Supervisor,
+    calls_in_progress,
+    describe_stuck_call,
+    is_silent,
+)
+from mpizero.guard.remote_status import MESSAGES
 from mpizero.guard.watchdog import Watchdog
 from mpizero.testing import run_in_threads
 
@@ -313,3 +322,90 @@ def test_a_rank_that_reports_is_not_silent():
     slot = {"age": 60.0}
     assert is_silent(slot, 0.25)
     assert not is_silent(slot | {"reports": True}, 0.25)
+
+
+def test_bytes_of_messages_restart_the_clock_of_a_call_of_their_rank_and_of_no_other():
+    """A slow link is not stuck, and a part of a job that goes on does not hide that another part is."""
+
+    def work(comm):
+        records = {0: {"beat": time.monotonic()}, 1: {"beat": time.monotonic(), "transfers": [[MESSAGES, 9, 0.1]]}}
+        statuses = SimpleNamespace(read=lambda: records, read_all=lambda: records)
+
+        def moves(members):
+            watchdog = Watchdog(comm, timeout=20.0)
+            watchdog._guard = SimpleNamespace(supervisor=Supervisor(), statuses=statuses)
+            watchdog._shared = True
+            watchdog._register = SimpleNamespace(live=[SimpleNamespace(key="key", members=members)])
+            return watchdog._bytes_move(["key", "world", 1, "barrier", "", 30.0], time.monotonic())
+
+        before = [moves(members) for members in ((0, 1), (0, 2), (0,))]
+        records[1]["transfers"][0][2] = 25.0
+        return before, moves((0, 1))
+
+    assert run_in_threads(1, work) == [([True, False, False], False)]
+
+
+def test_a_report_names_the_host_that_does_not_answer_and_those_of_the_ranks_that_do():
+    call = ["key", "world", 3, "barrier", "step", 12.0]
+    record = {"age": 0.1, "marks": {"key": [3, 0]}, "calls": [call], "state": "working", "place": "train.py:7 in main"}
+    hosts = {1: "b", 2: "c", 4: "b"}
+    head, *lines = describe_stuck_call(call, range(5), {0: record, 2: record, 3: record}, hosts, 10.0, 0.25)
+    assert head.endswith("has lasted 12.0 s (timeout 10 s): no answer from b (ranks 1, 4)")
+    assert [line.partition(":")[0] for line in lines] == ["  rank 0", "  rank 2 on c", "  rank 3"]
+    assert all(line.endswith("at train.py:7 in main") for line in lines)
+
+
+class Link:
+    """Rank 0 waits since second 0 for hosts b and c; a schedule says what answers and which bytes move at a second."""
+
+    leads, hosts = True, {"b": [2, 5], "c": [3]}
+
+    def __init__(self, answers, moved=lambda now: 0.0, waits=lambda now: True):
+        self.answers, self.moved, self.waits = answers, moved, waits
+        self.answered, self.told, self.queries = {}, [], 0
+
+    def read(self):
+        self.queries += 1
+        self.answered |= {host: self.now for host in self.hosts if self.answers(host, self.now)}
+
+    def told_by(self, last):
+        """What is told until second ``last`` by looks at every second: pairs of a second and a text."""
+        heartbeat = SimpleNamespace(statuses=SimpleNamespace(remote=[self], read=dict), last_record={})
+        watch = LinkWatch(heartbeat, Supervisor(), lambda text: self.told.append((self.now, text)))
+        for self.now in map(float, range(1, last + 1)):
+            call = ["key", "world", 4, "allreduce", "gradients", self.now]
+            record = {"place": "train.py:7 in main", "calls": [call] if self.waits(self.now) else []}
+            heartbeat.last_record = record
+            age, beat = self.now - self.moved(self.now), time.monotonic()
+            heartbeat.statuses.read = lambda beat=beat, age=age: {0: {"beat": beat, "transfers": [[MESSAGES, 1, age]]}}
+            watch.look(self.now)
+        return self.told
+
+
+def test_a_silent_host_is_told_of_once_with_what_waits_and_once_when_it_answers_again():
+    link = Link(lambda host, now: host == "c" or not 2 < now < 63)
+    (first, lost), (second, back) = link.told_by(200)
+    assert (first, second) == (11.0, 63.0)
+    assert lost.startswith("no word from b (ranks 2, 5) for 10 s")
+    assert lost.endswith("waiting in allreduce #4 'gradients' of 'world' at train.py:7 in main")
+    assert back.startswith("b (ranks 2, 5) answers again, after 62 s")
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        Link(lambda host, now: True),  # a rank computes
+        Link(lambda host, now: now < 2, moved=lambda now: now),  # a slow link, on which answers come late
+        Link(lambda host, now: now < 2 or now % 9 == 0),  # a link that loses what is sent, and a cut of nine seconds
+        Link(lambda host, now: False),  # a firewall
+        Link(lambda host, now: now < 2, waits=lambda now: False),
+    ],
+)
+def test_of_a_host_that_answers_or_sends_or_is_not_waited_for_nothing_is_told(link):
+    assert link.told_by(100) == []
+
+
+def test_hosts_are_asked_rarely_while_they_answer():
+    link = Link(lambda host, now: True)
+    link.told_by(100)
+    assert link.queries < 100 / 5
