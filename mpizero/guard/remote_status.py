@@ -184,7 +184,7 @@ class StatusGroups:
             self._message_bytes = {
                 ends: count for remote in self.remote for ends, count in remote.message_bytes().items()
             }
-            if moved := sum(count - before.get(ends, count) for ends, count in self._message_bytes.items()):
+            if moved := sum(count - before.get(ends, 0) for ends, count in self._message_bytes.items()):
                 self._messages.advance(moved)
         return self._messages
 

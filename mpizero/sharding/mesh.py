@@ -109,7 +109,7 @@ class Mesh(NodeSettings, AxisSettings):
         own.
     timeout : float or None
         A rank that has been inside one collective for this many seconds ends the job with a report of every rank's
-        Python line; None is no timeout.
+        Python line; None is no timeout. The seconds count from the last bytes of files or messages that have moved.
     embedded : bool
         Whether the process belongs to another program, which only calls this library. The library then installs no
         hooks, signal handlers or allocator options, starts no threads and opens no ports. Errors are only raised as

@@ -481,7 +481,7 @@ def test_bytes_are_counted_once_a_second_and_told_as_a_transfer_while_a_rank_wai
 
     assert told(0.0) == [], "it does not wait"
     trace.entered = now
-    assert told(1.0) == [[MESSAGES, 0]], "nothing is known of what was before"
-    assert told(1.5) == [[MESSAGES, 0]]
-    assert told(2.5) == [[MESSAGES, 4]], "of a new connection neither"
-    assert told(4.0) == [[MESSAGES, 5]], "and a closed one takes nothing away"
+    assert told(1.0) == [[MESSAGES, 5]]
+    assert told(1.5) == [[MESSAGES, 5]]
+    assert told(2.5) == [[MESSAGES, 109]], "with a new connection"
+    assert told(4.0) == [[MESSAGES, 110]], "a closed one takes nothing away"
