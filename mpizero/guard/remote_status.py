@@ -41,7 +41,6 @@ import os
 import secrets
 import selectors
 import socket
-import stat
 import struct
 import threading
 import time
@@ -444,11 +443,13 @@ class RemoteStatus:
             if socket.getdefaulttimeout() is None:  # else Python would make MPI's sockets non-blocking
                 names = os.listdir(_OWN_FILES)
         for name in names:
-            # A duplicate: MPI may close the descriptor meanwhile, and another file may get its number.
             with contextlib.suppress(OSError, AttributeError):  # no connection
-                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    with socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as connection:
-                        found |= self._bytes_of(connection)
+                # Not a duplicate, which would keep a connection alive, and in MPI's epoll sets, that MPI closes.
+                connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=int(name))
+                try:
+                    found |= self._bytes_of(connection)
+                finally:
+                    connection.detach()
         return found
 
     def _bytes_of(self, connection: socket.socket) -> dict[tuple[Any, Any], int]:

@@ -200,7 +200,7 @@ def test_a_common_folder_shows_the_lines_of_other_nodes(job):
     check_failed(ended, tracebacks=0)
     report = "\n".join(ended.said)
     assert "rank 1 not in it" in report
-    assert re.search(r"rank 1: at work at program.py:\d+ in <lambda>", report)
+    assert re.search(r"rank 1 on \S+: at work at program.py:\d+ in <lambda>", report)
 
 
 @pytest.mark.parametrize("fault", ["stop", "lock"])
