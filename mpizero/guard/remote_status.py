@@ -14,8 +14,9 @@ groups, and to none if it has no communicator.
 
 [Note: servers] The first two ranks of each node are servers. A daemon thread, which calls no MPI, listens and sends the
 records of the node's status table to clients that know the job's secret. A rank queries servers of other nodes only
-when something may be wrong: when its own program has ended and programs of other ranks have not, or when a watchdog has
-to report the status of all ranks. Nodes that cannot be reached are left out.
+when something may be wrong: when its own program has ended and programs of other ranks have not, when a watchdog has to
+report the status of all ranks, or when no bytes of messages have moved for some seconds (:class:`.LinkWatch`, which
+also asks once at the start). Nodes that cannot be reached are left out.
 
 [Note: strangers] Every machine of the network can connect to a status server. Each job has a new secret, which is
 distributed by MPI and never sent over TCP. On each connection the server sends a new random number. The client sends
