@@ -590,36 +590,35 @@ def begin_gather(
     comm, send, target, spans
         As for :func:`gather_spans`. Every rank has the same number of spans; some may be empty.
     halves : bool
-        Whether to send float32 values, which must be bfloat16 numbers, in 16 bits. Then ``send`` must be views of
-        ``target``, and the spans of this rank must not be used before ``wait()`` has returned, either.
+        Whether to send float32 values, which must be bfloat16 numbers, in 16 bits. Then this rank's spans of ``target``
+        must not be used before ``wait()`` has returned, either.
     """
     requests, narrowed = [], []
     for index, values in enumerate(send):
         column = [group[index] for group in spans]
         first = column[comm.rank].start
         for piece in pieces_of(column):
+            own, wire = values[slice(*piece[comm.rank].shift(-first))], target
             if halves:
-                narrow_in_place(target[slice(*piece[comm.rank])])
-                upper = tuple(Span(span.start + span.stop, 2 * span.stop) for span in piece)
-                wire = target.view(np.uint16)
-                requests.append(comm.igather_spans(wire[slice(*upper[comm.rank])], wire, upper, "gather"))
                 narrowed += [target[slice(*span)] for span in piece]
-            else:
-                own = values[slice(*piece[comm.rank].shift(-first))]
-                requests.append(comm.igather_spans(own, target, piece, "gather"))
+                narrow_to(narrowed[comm.rank - comm.size], own)
+                piece, wire = tuple(Span(s.start + s.stop, 2 * s.stop) for s in piece), target.view(np.uint16)
+                own = wire[slice(*piece[comm.rank])]
+            requests.append(comm.igather_spans(own, wire, piece, "gather"))
     return Gathering(requests, narrowed)
 
 
-#: Elements that :func:`narrow_in_place` and :func:`widen_in_place` convert at a time; so many stay in a CPU's cache.
+#: Elements that :func:`narrow_to` and :func:`widen_in_place` convert at a time; so many stay in a CPU's cache.
 _CONVERTED = 1 << 14
 
 
-def narrow_in_place(values: Array) -> None:
-    """Round float32 ``values`` to bfloat16, and write the 16-bit numbers to the second half of the array's own memory.
+def narrow_to(target: Array, values: Array) -> None:
+    """Round float32 ``values`` to bfloat16, and write the 16-bit numbers to the second half of ``target``.
 
-    Not collective. The blocks are converted from the last one on, so no value is overwritten before it is read.
+    Not collective. ``target`` is an array of as many float32 elements, or ``values`` itself: the blocks are converted
+    from the last one on, so no value is overwritten before it is read.
     """
-    wire, part = values.view(np.uint16)[values.size :], np.empty(min(_CONVERTED, values.size), np.uint16)
+    wire, part = target.view(np.uint16)[target.size :], np.empty(min(_CONVERTED, target.size), np.uint16)
     for stop in range(values.size, 0, -_CONVERTED):
         start = max(0, stop - _CONVERTED)
         kernels.cpu.layers.to_bfloat16(values[start:stop], part[: stop - start])
@@ -627,7 +626,7 @@ def narrow_in_place(values: Array) -> None:
 
 
 def widen_in_place(values: Array) -> None:
-    """Undo :func:`narrow_in_place`: convert the numbers in the second half of the array's memory to float32.
+    """Undo :func:`narrow_to`: convert the numbers in the second half of the array's memory to float32.
 
     Not collective.
     """

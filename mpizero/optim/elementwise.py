@@ -2,7 +2,7 @@
 
 :class:`FlatOptimizer` is the base class of mpizero's optimizers; a :class:`ParameterGroup` has other settings for some
 parameters. SGD, Adam, AdamW and RMSprop are defined as in PyTorch. :func:`adapt` gives a user's own optimizer the same
-interface, and :func:`averaging` adds an exponential moving average of the parameters to the state of an optimizer.
+interface, and :func:`copying` adds copies of the parameters to an optimizer's state: a moving average, or masters.
 :func:`state_specs` tells which arrays of state an optimizer keeps for a parameter. :func:`clip_factor` computes the
 factor of clipping by the global norm, and :class:`DynamicLossScale` has the rules of loss scaling.
 """
@@ -808,26 +808,22 @@ def tensor_slots(optimizer: Any) -> tuple[str, ...]:
 EMA = "ema"
 
 
-class AveragingOptimizer:
-    """Run an optimizer, and keep an exponential moving average of the parameters.
+class CopyingOptimizer:
+    """Serve as base class of optimizers that run another one, and keep an array ``copy`` made of the parameters.
 
-    After each update ``average += (1 - decay) * (parameter - average)``. The average begins with the values that the
-    parameters have before the first step, as in timm's ``ModelEma``, without bias correction. The average is one more
-    array of the optimizer's state, so it is sharded, saved and loaded with this state. All other attributes are those
-    of the wrapped optimizer.
-
-    Parameters
-    ----------
-    inner : optimizer
-        The optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
-    decay : float
-        Between 0 and 1.
+    The array begins with the values that the parameters have before the first step. It is one more array of the
+    optimizer's state, so it is sharded, saved and loaded with this state. All other attributes are those of ``inner``,
+    the wrapped optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
     """
 
-    def __init__(self, inner: Any, decay: float) -> None:
-        if EMA in (*inner.slots, *tensor_slots(inner)):
-            raise ConfigError(f"ema: {optimizer_name(inner)} has a state array of this name already; call it otherwise")
-        self.inner, self.decay = inner, decay
+    #: Name of the array in the state.
+    copy: ClassVar[str]
+
+    def __init__(self, inner: Any) -> None:
+        if self.copy in (*inner.slots, *tensor_slots(inner)):
+            taken = f"{optimizer_name(inner)} has a state array of this name already; call it otherwise"
+            raise ConfigError(f"{self.copy}: {taken}")
+        self.inner = inner
         self._step = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -842,14 +838,65 @@ class AveragingOptimizer:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the wrapped optimizer's state arrays, and of the array with the average."""
-        return (*self.inner.slots, EMA)
+        """Names of the wrapped optimizer's state arrays, and of the copy."""
+        return (*self.inner.slots, self.copy)
 
     def hyper(self, step: int, group: int, dtype: Any, lr: float | None = None) -> Array:
         """Return the wrapped optimizer's scalars for the update in ``step`` (from 1)."""
         self._step = step
         scalars: Array = self.inner.hyper(step, group, dtype, lr)
         return scalars
+
+    def _begin(self, w: Array, state: Mapping[str, Array]) -> None:
+        if self._step == 1:
+            state[self.copy][:] = w
+
+
+#: Name of the state array with the parameters that were not rounded, and its name in checkpoints.
+MASTERS = "masters"
+
+
+class MasterOptimizer(CopyingOptimizer):
+    """Run an optimizer on copies of the parameters, the *masters*, which are not rounded when the parameters are.
+
+    After an update the parameters are copied from the masters; then the store rounds them. See Micikevicius et al.
+    2018, *Mixed precision training*, section 3.1.
+    """
+
+    copy = MASTERS
+
+    def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
+        """Update masters and state in place from the gradient ``g``, and copy the masters to the parameters ``w``."""
+        self._begin(w, state)
+        self.inner.apply(state[MASTERS], g, state, hyper, threads)
+        w[:] = state[MASTERS]
+
+    def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
+        """Update masters and state from the averaged gradient of ``rows``, and copy the masters to ``w``."""
+        self._begin(w, state)
+        self.inner.apply_tree(rows, state[MASTERS], state, hyper, threads)
+        w[:] = state[MASTERS]
+
+
+class AveragingOptimizer(CopyingOptimizer):
+    """Run an optimizer, and keep an exponential moving average of the parameters.
+
+    After each update ``average += (1 - decay) * (parameter - average)``. The average begins with the values that the
+    parameters have before the first step, as in timm's ``ModelEma``, without bias correction.
+
+    Parameters
+    ----------
+    inner : optimizer
+        The optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
+    decay : float
+        Between 0 and 1.
+    """
+
+    copy = EMA
+
+    def __init__(self, inner: Any, decay: float) -> None:
+        super().__init__(inner)
+        self.decay = decay
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
         """Update parameters, state and average in place from the gradient ``g``."""
@@ -873,31 +920,40 @@ class AveragingOptimizer:
         self._begin(w, state)
         self.inner.direction_tree(rows, w, u, state, hyper)
 
-    def _begin(self, w: Array, state: Mapping[str, Array]) -> None:
-        if self._step == 1:
-            state[EMA][:] = w
-
     def follow(self, w: Array, average: Array, threads: int = 1) -> None:
         """Move ``average`` towards the updated parameters ``w``."""
         rate = kernels.namespace(w).full(1, 1.0 - self.decay, w.dtype)
         jit.run_range(kernels.backend(w).update.ema, (w, average, rate), 0, w.size, threads)
 
 
-def averaging(optimizer: Any, decay: float | None) -> Any:
-    """Adapt an optimizer; it also keeps an average of the parameters unless ``decay`` is None."""
+def copying(optimizer: Any, *, ema: float | None, masters: bool) -> Any:
+    """Adapt an optimizer; it also keeps an average of the parameters unless ``ema`` is None, or masters.
+
+    Raises
+    ------
+    ConfigError
+        If ``masters`` is True and the optimizer updates elements by their neighbours.
+    """
     adapted = adapt(plain(optimizer))
-    return adapted if decay is None else AveragingOptimizer(adapted, decay)
+    if masters and (adapted.needs_tensor_norms or adapted.needs_whole_tensors or adapted.needs_vectors):
+        raise ConfigError(
+            f"wire_parameters=True: {optimizer_name(adapted)} needs whole tensors; give an optimizer that updates each "
+            "element by itself, such as AdamW, or leave wire_parameters out"
+        )
+    if masters:
+        return MasterOptimizer(adapted)
+    return adapted if ema is None else AveragingOptimizer(adapted, ema)
 
 
 def plain(optimizer: Any) -> Any:
-    """Return the optimizer that an :class:`AveragingOptimizer` runs, or ``optimizer`` itself."""
-    return optimizer.inner if isinstance(optimizer, AveragingOptimizer) else optimizer
+    """Return the optimizer that a :class:`CopyingOptimizer` runs, or ``optimizer`` itself."""
+    return optimizer.inner if isinstance(optimizer, CopyingOptimizer) else optimizer
 
 
 def state_specs(optimizer: Any, spec: ParameterSpec) -> dict[str, ParameterSpec]:
     """Return the state arrays of a parameter by slot, each described by a spec with the parameter's name.
 
-    ``optimizer`` is one that :func:`mpizero.optim.elementwise.averaging` returned. A parameter that is not optimized
+    ``optimizer`` is one that :func:`mpizero.optim.elementwise.copying` returned. A parameter that is not optimized
     has no state arrays.
 
     Raises

@@ -15,6 +15,7 @@ does. DDP, where every node needs all sums, keeps the copies and sends once a st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self
 
@@ -138,6 +139,7 @@ class ComputeSettings(Settings):
     ema: float | None = setting(None, optional(number(0.0, 1.0, above=True)))
     gradient_compression: str | None = setting(None, optional(_compression), off="none")
     wire: str | None = setting(None, optional(one_of(WIRE.name)), off="none")
+    wire_parameters: bool = setting(False, flag)
     threads: int = setting(1, whole(1, 1024), resume="free")
     check_every: int = setting(0, whole(0), resume="free")
     device: str = setting("cpu", one_of(*_DEVICES), resume="free")
@@ -151,6 +153,11 @@ class ComputeSettings(Settings):
         if self.wire is not None and self.gradient_compression is not None:
             compression = f"{self.named('gradient_compression')} = {shown(self.gradient_compression)}"
             raise self.reject("wire", f"sends the sums themselves in 16 bits: leave out {compression}, or wire")
+        if self.wire_parameters and self.wire is None:
+            raise self.reject("wire_parameters", f'needs {self.named("wire")} = "{WIRE.name}"')
+        if self.wire_parameters and (self.ema is not None or self.device != "cpu"):
+            other = "ema" if self.ema is not None else "device"
+            raise self.reject("wire_parameters", f"cannot be used with {self.named(other)}: leave one of them out")
         for name in ("optimizer_device", "mixed_precision"):
             if getattr(self, name) not in (None, "cpu") and self.device == "cpu":
                 raise self.reject(name, f'is for GPUs: give {self.named("device")} = "cuda" with it, or leave it out')
@@ -227,6 +234,10 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         "bfloat16" rounds the gradients of grains and each of their sums to bfloat16, on one process too, and sends them
         in 16 bits. The bits of a training are then others than without, and again the same on any ranks
         (docs/nodes.md). Needs a float32 model. Statistics of samples, such as running means, are not rounded.
+    wire_parameters : bool
+        Whether parameters, too, are rounded to bfloat16 after each update, and sent in 16 bits. Updates are made to
+        *masters* in float32, which are one more array of the optimizer state. Needs ``wire``, an optimizer that
+        updates each element by itself, and a model without statistics of samples; not with ``ema``.
     bucket_mb : float or None
         MiB of a bucket: of partial sums of gradients that nodes (ranks if they share no memory) exchange at once. Up
         to eight buckets are in flight, and the message buffers of each take up to twice its size. None is 2^19
@@ -473,14 +484,18 @@ def check_bucket(settings: DataParallelSettings, compression: str | None, named:
         )
 
 
-def check_wire(config: Config, dtype: Any, contexts: int) -> None:
+def check_wire(config: Config, dtype: Any, contexts: int, statistics: Sequence[str]) -> None:
     """Raise an error if ``config.wire`` is set for a model that is not in float32, or with context groups.
 
     Not collective. ``contexts`` is the number of ranks in a context group. The gradients of such ranks are parts of a
-    grain, which one process adds without rounding.
+    grain, which one process adds without rounding. ``statistics`` are the names of the model's averaged parameters.
     """
     if config.wire is not None and dtype != "float32":
         raise config.reject("wire", f"needs a model in float32, this one is in {dtype}")
+    if config.wire_parameters and statistics:
+        raise config.reject(
+            "wire_parameters", f"would round the statistics {statistics[0]!r}, which add up small changes"
+        )
     if config.wire is not None and contexts > 1:
         raise config.reject("wire", f"cannot be used with context groups (context={contexts})")
 

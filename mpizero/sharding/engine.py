@@ -352,18 +352,18 @@ class Engine(PlacedModel):
             return False
         return agreed or not self.partitioned.splits_layers or isinstance(error, DataError | RemoteError)
 
-    def begin_average(self) -> None:
-        """Restart the moving average of the parameters from the present ones, after the user has set parameters.
+    def begin_copies(self) -> None:
+        """Restart the moving average of the parameters, and masters, from the present ones: the user has set them.
 
-        Not collective. Rank 0 prints a notice the first time.
+        Not collective. Rank 0 prints a notice of the average the first time.
         """
         updater = self.updater
-        if updater is None or not updater.averages_parameters or not updater.step_count:
+        if updater is None or not updater.copies or not updater.step_count:
             return
         state = updater.host_state()
-        updater.begin_average(state)
+        updater.begin_copies(state)
         updater.take_state(state)
-        if self.prints_notices and not self._warned_average:
+        if updater.averages_parameters and self.prints_notices and not self._warned_average:
             self._warned_average = True
             notice(
                 "parameters were set after a step: their moving average (ema) begins anew with them; to evaluate with "

@@ -288,7 +288,7 @@ class BestParameters:
             self._model.set_parameters(self._whole)
             return
         self._model._engine.store.fill_owned(self._owned)
-        self._model._engine.begin_average()
+        self._model._engine.begin_copies()
         self._model._cache = None
 
     @property

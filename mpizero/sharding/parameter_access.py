@@ -211,7 +211,7 @@ class ParameterAccess:
     def _fill(self, values: Array) -> None:
         """Set the parameters to ``values``, a 1-D array of the whole model; each rank copies only its own ranges."""
         self._engine.global_view.fill(values)
-        self._engine.begin_average()
+        self._engine.begin_copies()
         self._cache = None
 
     def _callers(self) -> tuple[Communicator, str]:

@@ -43,6 +43,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mpizero import kernels
 from mpizero._util.text import notice
 from mpizero.comm import Communicator, ProcessGrid, Request, SharedMemory
 from mpizero.comm.agreement import all_ranks
@@ -629,6 +630,8 @@ class ParameterStore:
         The data type of all parameters.
     timeline : Timeline, optional
         Records when units are gathered, and when updated parameters are sent.
+    rounds : bool
+        Whether float32 parameters are rounded to bfloat16 whenever they change, and are sent in 16 bits.
 
     Attributes
     ----------
@@ -647,9 +650,10 @@ class ParameterStore:
         dtype: Any,
         *,
         timeline: Timeline | None = None,
+        rounds: bool = False,
     ) -> None:
         self.layout, self.grid, self.memory, self.dtype = layout, grid, memory, np.dtype(dtype)
-        self.timeline = timeline or Timeline()
+        self.timeline, self._rounds = timeline or Timeline(), rounds
         self.sharded = sharded and grid.inter_node.size > 1
         self.shard = Shard(layout, grid.data.rank, grid.data.size)
         members = [Shard(layout, rank, grid.data.size) for rank in grid.node_ranks]
@@ -772,14 +776,27 @@ class ParameterStore:
         """
         with self.timeline.span("publication"):
             self.wait()
+            if self._rounds:
+                self._round((self.shard,) if exchange else self.group_shards)
             started = []
             if exchange and self._regions:
-                started = [ParameterAllGather(self.grid, self.memory, self._values, self._regions, self.group_shards)]
+                started = [
+                    ParameterAllGather(
+                        self.grid, self.memory, self._values, self._regions, self.group_shards, halves=self._rounds
+                    )
+                ]
             self.memory.barrier("all-gather")
             self._gathering[:] = started
             if not later:
                 self.wait()
         self.version += 1
+
+    def _round(self, shards: Sequence[Shard]) -> None:
+        """Round the parameters of ``shards``, which this rank has written, in place. Not collective."""
+        for shard in shards:
+            for unit, span in enumerate(shard.spans):
+                start = self.base + shard.offsets[unit] if self.sharded else span.start
+                kernels.cpu.update.round_bfloat16(self._values[start : start + span.size])
 
     def wait(self, block: str | None = None) -> None:
         """Wait until the updated parameters of ``block`` (None: of all blocks) have arrived from their owners.
@@ -871,7 +888,8 @@ class ParameterStore:
     def _begin(self, unit: Unit) -> None:
         """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
         spans = [self._buffer_spans(unit, shard) for shard in self.group_shards]
-        self._coming = unit, begin_gather(self.grid.inter_node, self._sent(unit), self._buffers[self._next], spans)
+        sent, target = self._sent(unit), self._buffers[self._next]
+        self._coming = unit, begin_gather(self.grid.inter_node, sent, target, spans, halves=self._rounds)
 
     def _bring(self, unit: Unit) -> int:
         """Finish gathering a unit, and return the number of its slot. Collective over the data group."""
@@ -962,6 +980,8 @@ class ParameterAllGather:
         For each region the index of its unit, and its range of the flat parameter vector.
     shards : sequence of Shard
         The shards of the ranks of the inter-node group.
+    halves : bool
+        Whether to send float32 values, which are bfloat16 numbers, in 16 bits.
     """
 
     def __init__(
@@ -971,6 +991,8 @@ class ParameterAllGather:
         values: Array,
         regions: Sequence[tuple[int, Span]],
         shards: Sequence[Shard],
+        *,
+        halves: bool = False,
     ) -> None:
         self._memory = memory
         self._gatherings: list[Gathering] = []
@@ -978,7 +1000,8 @@ class ParameterAllGather:
         for unit, region in regions:
             spans = [(shard.spans[unit].intersect(region),) for shard in shards]
             ((part,),) = spans[grid.inter_node.rank : grid.inter_node.rank + 1]
-            self._gatherings.append(begin_gather(grid.inter_node, [values[part.start : part.stop]], values, spans))
+            own = [values[part.start : part.stop]]
+            self._gatherings.append(begin_gather(grid.inter_node, own, values, spans, halves=halves))
         self._arrived = self._ready = 0
 
     @property

@@ -23,7 +23,7 @@ from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.arrays import keep_freed_memory
 from mpizero.nn.layer import start_integers
-from mpizero.optim.elementwise import LossScaleState, averaging
+from mpizero.optim.elementwise import LossScaleState, copying
 from mpizero.sharding.batch import DynamicScheduler, GrainScalars
 from mpizero.sharding.config import (
     Config,
@@ -59,6 +59,7 @@ from mpizero.sharding.params import (
 from mpizero.sharding.partition import (
     SAME,
     ParallelLayout,
+    averaged_names,
     blocks_of,
     exactness,
     optimized_names,
@@ -123,7 +124,7 @@ class PlacedModel:
         if self.block_model and not mesh.is_guest:
             keep_freed_memory()
         self.dtype = np.dtype(model.dtype)
-        check_wire(config, self.dtype, contexts)
+        check_wire(config, self.dtype, contexts, averaged_names(model))
         self._find_part(parallel_layout, private=private)
         self._scratch = scratch_use(config, self.grid.pipeline.size, by_block=self.block_model)
         used = {"scratch": self._scratch == "grains", "in_place": writes_in_place(model)}
@@ -200,7 +201,13 @@ class PlacedModel:
         config, grid, placement = self.config, self.grid, self.placement
         self.memory, self.timeline = Memory(grid.node, MessageProgress()), Timeline()
         self.store = ParameterStore(
-            self.layout, grid, self.memory, placement.shard_parameters, self.dtype, timeline=self.timeline
+            self.layout,
+            grid,
+            self.memory,
+            placement.shard_parameters,
+            self.dtype,
+            timeline=self.timeline,
+            rounds=config.wire_parameters,
         )
         blocks = [block for chunk in self.partitioned.chunks for block in self.partitioned.cuts[chunk]]
         self.integers = self.store.integers = IntegerState(self.model, blocks, grid)
@@ -282,7 +289,7 @@ class PlacedModel:
         with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
             scope = UpdateScope(self.exchange.replicated, not self.reducer.in_rounds, self.global_sums, self.ties)
-            wrapped = averaging(optimizer, self.config.ema)
+            wrapped = copying(optimizer, ema=self.config.ema, masters=self.config.wire_parameters)
             if wrapped.needs_vectors:
                 from mpizero.sharding.vectors import check_vector_method
 

@@ -224,7 +224,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     fill_arrays(engine, reader, arrays)
     _forget_residuals(engine)
     engine.store.all_gather()  # before an average begins, of parameters that other nodes own as well
-    _take_state(engine, state, saved, reader) if with_state else engine.begin_average()
+    _take_state(engine, state, saved, reader) if with_state else engine.begin_copies()
     engine.step_number = saved["step_number"]
 
 
@@ -332,7 +332,7 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
     """
     updater = engine.bound_updater
     if _begins_average(engine, saved):
-        updater.begin_average(state)
+        updater.begin_copies(state)
     updater.take_state(state)
     if updater.method is not None:
         updater.method.restore(saved["optimizer"]["progress"])
@@ -604,5 +604,5 @@ def load_chosen(engine: Engine, path: Any, choice: Choice) -> LoadReport:
         table = {array.path: (array.shape, array.dtype) for array in chosen}
         fill_arrays(engine, _Renamed(file, origin, table, {}), chosen)
     engine.store.all_gather()
-    engine.begin_average()
+    engine.begin_copies()
     return report

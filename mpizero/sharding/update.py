@@ -23,7 +23,7 @@ from mpizero.layout.flat import FlatLayout
 from mpizero.layout.sum_tree import Program, TreeNode, cover, evaluate, leaves_program, merge
 from mpizero.layout.tensor_parts import PartRows, elements_within, row_runs, take_rows, tile_rows
 from mpizero.optim import elementwise
-from mpizero.optim.elementwise import EMA, tensor_slots
+from mpizero.optim.elementwise import EMA, MASTERS, tensor_slots
 from mpizero.sharding.batch import Divisors
 from mpizero.sharding.params import (
     ParameterStore,
@@ -76,7 +76,7 @@ class Updater:
     Parameters
     ----------
     optimizer : optimizer
-        The optimizer, as returned by :func:`mpizero.optim.elementwise.averaging`.
+        The optimizer, as returned by :func:`mpizero.optim.elementwise.copying`.
     store : ParameterStore
         Holds the parameters.
     scope : UpdateScope
@@ -366,7 +366,7 @@ class Updater:
     def _update_tensors(self, tensors: TensorUpdater, reduced: Array, hypers: dict[int, Array]) -> None:
         """Update whole tensors, and their moving average if the optimizer keeps one. Collective over all ranks."""
         if self.averages_parameters and not self.step_count:
-            self.begin_average(self.state)
+            self.begin_copies(self.state)
         tensors.update(reduced, hypers, self.state)
         for piece in tensors.pieces:
             self._follow(self.store.values[piece.store : piece.store + piece.size], piece.state)
@@ -381,12 +381,17 @@ class Updater:
         """Tell whether the optimizer keeps an exponential moving average of the parameters."""
         return EMA in self.state
 
-    def begin_average(self, state: Mapping[str, Array]) -> None:
-        """Set the moving average in ``state`` (from :meth:`host_state`) to this rank's parameters on the host."""
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The slots of the optimizer state that begin with the parameters: moving average and masters."""
+        return tuple(slot for slot in (EMA, MASTERS) if slot in self.state)
+
+    def begin_copies(self, state: Mapping[str, Array]) -> None:
+        """Set the copies in ``state`` (from :meth:`host_state`) to this rank's parameters on the host."""
         for piece in self.pieces:
-            state[EMA][piece.state : piece.state + piece.size] = self.store.values[
-                piece.store : piece.store + piece.size
-            ]
+            values = self.store.values[piece.store : piece.store + piece.size]
+            for slot in self.copies:
+                state[slot][piece.state : piece.state + piece.size] = values
 
     def swap_average(self) -> None:
         """Swap this rank's parameters and their moving average; a second call restores both. Not collective.
@@ -432,7 +437,7 @@ def state_sizes(
     Parameters
     ----------
     optimizer : optimizer
-        The optimizer, as returned by :func:`mpizero.optim.elementwise.averaging`.
+        The optimizer, as returned by :func:`mpizero.optim.elementwise.copying`.
     size : int
         Number of parameter elements that the rank updates.
     elementwise : iterable of UpdateRun

@@ -293,6 +293,10 @@ class TrainerArguments:
         return cast(Model, model)
 
 
+#: The settings of :class:`Config` that determine results, beside the numbers of samples.
+_RECORDED = ("clip", "gradient_compression", "wire", "wire_parameters", "ema", "mixed_precision")
+
+
 def record_of(
     model: Model, source: Source | OnlineSource, loop: LoopSection, fingerprints: tuple[str, str]
 ) -> RunRecord:
@@ -305,9 +309,7 @@ def record_of(
     frozen = [joined(block, spec.name) for block, specs in blocks.items() for spec in specs if not spec.trainable]
     settings: dict[str, dict[str, Any]] = {
         "trainer": {"global_batch": loop.global_batch, "seed": loop.seed, "frozen": frozen or None},
-        "config": {
-            name: getattr(config, name) for name in ("clip", "gradient_compression", "wire", "ema", "mixed_precision")
-        },
+        "config": {name: getattr(config, name) for name in _RECORDED},
         "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
         "wrapped_model": _model_settings(wrapped),
     }

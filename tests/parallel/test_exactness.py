@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": lambda: mz.Muon(lr=1e-2), "clip": 0.3, "loss_scale": mz.DynamicLossScale(initial=2.0**10)},
     "soap": {"optimizer": lambda: mz.SOAP(lr=1e-2, frequency=1), "model": {"tied": False}},
     "wire": {"optimizer": lambda: mz.AdamW(lr=1e-2), "wire": "bfloat16"},
+    "wire, parameters": {"optimizer": lambda: mz.AdamW(lr=1e-2), "wire": "bfloat16", "wire_parameters": True},
     "wire, clip": {"optimizer": lambda: mz.LAMB(lr=1e-2), "wire": "bfloat16", "clip": 0.3, "accumulate": 2},
     "loss scale": {"optimizer": lambda: mz.AdamW(lr=1e-2), "loss_scale": mz.DynamicLossScale(initial=2.0**10)},
 }

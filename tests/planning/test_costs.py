@@ -357,6 +357,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "fp16": {"config": {"gradient_compression": "fp16"}},
     "int8": {"config": {"gradient_compression": "int8"}},
     "wire": {"config": {"wire": "bfloat16"}},
+    "wire, parameters": {"config": {"wire": "bfloat16", "wire_parameters": True}},
     "averaged, wire": {
         "model": lambda: network("float32"),
         "data": lambda count, number: samples(count, number, "float32"),
@@ -388,6 +389,7 @@ SUMMED_OTHERWISE = (
     "averaged, int8",
     "bucket",
     "wire",
+    "wire, parameters",
     "averaged, wire",
 )
 

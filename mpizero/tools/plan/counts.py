@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpizero.comm import model_group
-from mpizero.comm.reduce import Codec, exchange_step, gather_step, pieces_of
+from mpizero.comm.reduce import WIRE, Codec, exchange_step, gather_step, pieces_of
 from mpizero.layout import Axes, Coordinates, Grains, Partition, Span
 from mpizero.layout.batch import contiguous_owners, contiguous_parts, max_dynamic_rows, node_blocks, round_owners
 from mpizero.layout.mesh import GROUPS, WINDOW_GROUPS, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
@@ -662,6 +662,11 @@ class PlannedTraining:
     def codec(self) -> Codec | None:
         """The codec that compresses gradient messages between peers; None without compression."""
         return gradient_codec(self.config.gradient_compression, self.config.wire, self.itemsize)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of one element of a parameter in a message."""
+        return WIRE.packed(1) if self.config.wire_parameters else self.itemsize
 
     @property
     def bucket(self) -> int | None:

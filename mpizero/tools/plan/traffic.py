@@ -235,7 +235,9 @@ class RankTraffic:
         spans = [self.part.shards.shards[rank].spans for rank in self.grid.inter_node_ranks]
         regions = self.part.layout.regions(params.REGION)
         columns = ([owned[unit].intersect(region).size for owned in spans] for unit, region in regions)
-        return [direct_gather_cost([sizes], self.grid.inter_node.rank, self.training.itemsize) for sizes in columns]
+        return [
+            direct_gather_cost([sizes], self.grid.inter_node.rank, self.training.gathered_bytes) for sizes in columns
+        ]
 
     def gathers(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers of units in all passes of a step. Not collective."""
@@ -248,7 +250,7 @@ class RankTraffic:
 
     def _gather(self, unit: Unit) -> ExchangeCost:
         columns = zip(*(self.part.shards.gathered(rank, unit) for rank in self.grid.inter_node_ranks), strict=True)
-        return direct_gather_cost(columns, self.grid.inter_node.rank, self.training.itemsize)
+        return direct_gather_cost(columns, self.grid.inter_node.rank, self.training.gathered_bytes)
 
     def _gradients(self) -> Sent:
         return total_sent(e.sent for e in (*self.reductions, *self.replications()))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.comm.reduce import narrow_in_place, widen_in_place
+from mpizero.comm.reduce import narrow_to, widen_in_place
 from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
 from tests.parallel.covering import covering, on_layouts
@@ -103,8 +104,9 @@ def test_statistics_of_samples_are_not_rounded() -> None:
     on_layouts(check, covering((1, 3), STRATEGIES, MEMORIES))
 
 
+@pytest.mark.parametrize("parameters", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_take_half_the_bytes(strategy: str) -> None:
+def test_gradients_take_half_the_bytes_and_parameters_if_they_are_rounded_too(strategy: str, parameters: bool) -> None:
     def sent(comm: Any, **settings: Any) -> Counter[str]:
         with sharded(strategy, comm, mlp(), micro_batch=1, **settings, **PRIVATE) as model:
             counted = [
@@ -114,12 +116,71 @@ def test_gradients_take_half_the_bytes(strategy: str) -> None:
             model.train(*part(comm, *points(4)))
             return sum(map(Counter, counted), Counter()) - before
 
-    for whole, half in zip(run_in_threads(2, sent), run_in_threads(2, lambda c: sent(c, **WIRE)), strict=True):
-        summed = {"gradients", "unit gradients"} | ({"gather"} if strategy == "ddp" else set())
+    settings = {**WIRE, "wire_parameters": parameters}
+    for whole, half in zip(run_in_threads(2, sent), run_in_threads(2, lambda c: sent(c, **settings)), strict=True):
+        summed = {"gradients", "unit gradients"} | ({"gather"} if strategy == "ddp" or parameters else set())
         halves = {tag: count // (2 if tag in summed else 1) for tag, count in whole.items()}
         assert half == halves
         assert any(halves.get(tag) for tag in summed)
         assert halves["gather"]
+
+
+def test_small_updates_of_rounded_parameters_add_up_in_their_masters() -> None:
+    """Each update is less than half of the distance to the next bfloat16 number, so by itself it changes nothing."""
+    start = {"w": np.ones(3, np.float32)}
+    function = mz.FunctionModel(start, lambda p, batch: (0.0, {"w": np.ones(3)}, float(len(batch[0]))))
+    with sharded("zero1", None, function, mz.SGD(lr=2.0**-12), **WIRE, wire_parameters=True) as model:
+        seen = []
+        for _ in range(32):
+            model.train(np.zeros((1, 1)), np.zeros(1))
+            seen.append(float(model.get_parameters()[0]))
+    assert seen[-1] == 1 - 32 * 2.0**-12
+    assert seen[0] == 1.0
+    assert len(set(seen)) < 8
+
+
+def test_a_resumed_run_has_masters_and_the_bits_of_one_without_a_break(tmp_path: Path) -> None:
+    def steps(model: Any, comm: Any, numbers: range) -> None:
+        for number in numbers:
+            model.train(*part(comm, *points(8, seed=number)))
+
+    def run(comm: Any, strategy: str, memory: dict[str, Any], *, saves: bool) -> str:
+        settings = {"micro_batch": 2, "wire_parameters": True, **WIRE, **memory}
+        with sharded(strategy, comm, mlp(), mz.AdamW(lr=1e-2), **settings) as model:
+            if saves:
+                steps(model, comm, range(2))
+                model.save_model(tmp_path / "saved")
+            else:
+                model.load_model(tmp_path / "saved")
+            steps(model, comm, range(2, 4))
+            return str(model.parameters_sha256())
+
+    (expected,) = set(run_in_threads(2, lambda comm: run(comm, "zero2", PRIVATE, saves=True)))
+
+    def check(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
+        assert run(comm, strategy, memory, saves=False) == expected, (strategy, memory)
+
+    on_layouts(check, covering((1, 3), STRATEGIES, MEMORIES))
+
+
+def test_parameters_that_are_set_are_rounded_and_masters_begin_with_them_again() -> None:
+    def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
+        settings = {"micro_batch": 1, "wire_parameters": True, **WIRE, **memory}
+        with sharded(strategy, comm, mlp(), mz.SGD(lr=0.1), **settings) as model:
+            model.train(*part(comm, *points(6)))
+            model.set_parameters(values)
+            assert model.get_parameters().tobytes() == rounded(values).tobytes()
+            model.train(*part(comm, *points(6, seed=1)))
+            found.add(model.parameters_sha256())
+
+    found: set[str] = set()
+    with sharded("ddp", None, mlp(), mz.SGD(lr=0.1), micro_batch=1, wire_parameters=True, **WIRE) as fresh:
+        values = np.linspace(-1, 1, fresh.get_parameters().size, dtype=np.float32)
+        fresh.set_parameters(values)
+        fresh.train(*points(6, seed=1))
+        expected = fresh.parameters_sha256()
+    on_layouts(run, covering((1, 3), STRATEGIES, MEMORIES))
+    assert found == {expected}
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, (1 << 14) + 3, 5 * (1 << 14)])
@@ -128,7 +189,7 @@ def test_numbers_are_narrowed_and_widened_in_their_own_memory(size: int) -> None
     memory = rng.standard_normal(size + 2).astype(np.float32)
     values, expected = memory[1 : size + 1], rounded(memory[1 : size + 1])
     around = memory[[0, -1]].copy()
-    narrow_in_place(values)
+    narrow_to(values, values)
     half = values.view(np.uint16)[size:]
     assert half.tobytes() == (expected.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes()
     widen_in_place(values)
@@ -150,3 +211,11 @@ def test_what_does_not_go_with_rounded_gradients_is_refused_with_the_way_out() -
         run_in_threads(2, lambda comm: trained(case, comm, Way(context=2)))
     with pytest.raises(ConfigError, match=r"leave out wire='bfloat16'"):
         sharded("ddp", None, mlp(), mz.LBFGS(), **WIRE)
+    with pytest.raises(ConfigError, match=r'wire_parameters=True: needs wire = "bfloat16"'):
+        mz.Config(wire_parameters=True)
+    with pytest.raises(ConfigError, match="wire_parameters=True: cannot be used with ema"):
+        mz.Config(wire_parameters=True, ema=0.9, **WIRE)
+    with pytest.raises(ConfigError, match="wire_parameters=True: LAMB needs whole tensors"):
+        sharded("zero1", None, mlp(), mz.LAMB(), wire_parameters=True, **WIRE)
+    with pytest.raises(ConfigError, match=r"wire_parameters=True: would round the statistics 'norm0\.mean'"):
+        sharded("zero1", None, network("float32"), wire_parameters=True, **WIRE)
