@@ -217,7 +217,8 @@ class ExactExchange:
 
         Not collective.
         """
-        return program_array(program), program_array(program, rounded=self.rounds)
+        exact = program_array(program)
+        return exact, program_array(program, rounded=True) if self.rounds else exact
 
     def begin_segment(self, segment: Segment, *, wait: bool = False, buffers: int = 0) -> Arriving:
         """Compute this rank's partial sums of a segment and start to exchange them.

@@ -979,7 +979,7 @@ def bucket_forms(
     if codec is None:
         return [(None, parts)]
     forms: list[tuple[Codec | None, Sequence[Sequence[Span]]]] = []
-    for form, chosen in ((None, True), (codec, False)):
+    for form, chosen in ((None, True), (codec, False)) if exact else ((codec, False),):
         cut = [[p for span in group for p, inside in span.split(exact) if inside is chosen] for group in parts]
         longest = max(map(len, cut))
         forms.append((form, [ranges + [Span(0, 0)] * (longest - len(ranges)) for ranges in cut]))
