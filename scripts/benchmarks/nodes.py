@@ -4,8 +4,8 @@ Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/nodes.py``, or
 contender trains the same GPT, some steps a round in turns: mpizero with the strategies "ddp", "zero1", "zero2" and
 "zero3"; PyTorch's DistributedDataParallel ("torch-ddp"), the same with ZeroRedundancyOptimizer ("torch-zero1"), and
 FSDP2 ("torch-fsdp2"), all over gloo, where PyTorch is installed; and "torch-plain", PyTorch without messages, which
-says how much of a lead is not the messages'. "zero2+wire" is mpizero with ``wire="bfloat16"``, "zero2@4" with
-``bucket_mb=4``.
+says how much of a lead is not the messages'. "zero2+wire" is mpizero with ``wire="bfloat16"``, "zero2+half" with
+``wire_parameters=True``, too, and "zero2@4" with ``bucket_mb=4``.
 
 With ``--slept`` the blocks of the model compute nothing: each sleeps for its part of ``--forward`` and ``--backward``
 seconds, so that other work on the machine disturbs little. Its parameters, gradients and messages are as large as the
@@ -45,8 +45,12 @@ WORLD = MPI.COMM_WORLD
 INTERFACES = Path("/sys/class/net")
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 PEERS = ("torch-plain", "torch-ddp", "torch-zero1", "torch-fsdp2")
-#: The end of the name of a strategy with rounded sums.
-WIRE = "+wire"
+#: Settings by what follows a strategy's name.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    "wire": {"wire": "bfloat16"},
+    "half": {"wire": "bfloat16", "wire_parameters": True},
+}
 #: Pieces of a slept block: as many as a transformer block has layers between which messages progress.
 PIECES = 10
 #: Elements of each array of a slept block, in units of dim x dim, as in a transformer block.
@@ -114,8 +118,8 @@ class Ours:
     """Train with mpizero over ``comm``, always on the same batch; ``name`` is a strategy, perhaps with more."""
 
     def __init__(self, name: str, args: argparse.Namespace, comm: Any) -> None:
-        strategy, _, bucket = name.partition("@")
-        wire = "bfloat16" if strategy.endswith(WIRE) else None
+        named, _, bucket = name.partition("@")
+        strategy, _, more = named.partition("+")
         self.mesh = mz.Mesh(comm)
         if args.slept:
             self.batch = np.full((1, 4), WORLD.rank + 1, np.float32), np.zeros((1, 4), np.float32)
@@ -124,8 +128,8 @@ class Ours:
             model = mz.nn.GPT(dim=args.dim, layers=args.layers, heads=args.dim // 64, sequence=128, vocabulary=256)
             tokens = np.random.default_rng(WORLD.rank).integers(0, 256, (args.samples, 129))
             self.batch = tokens[:, :-1], tokens[:, 1:]
-        config = mz.Config(micro_batch=len(self.batch[0]), bucket_mb=float(bucket) if bucket else None, wire=wire)
-        strategy = strategy.removesuffix(WIRE)
+        bucket_mb = float(bucket) if bucket else None
+        config = mz.Config(micro_batch=len(self.batch[0]), bucket_mb=bucket_mb, **SETTINGS[more])
         self.model = mz.distribute(model, mz.AdamW(lr=1e-3), strategy, mesh=self.mesh, config=config)
 
     def step(self) -> None:
@@ -253,8 +257,8 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, and print a table or one JSON document."""
     args = arguments()
-    known = (*STRATEGIES, *PEERS)
-    names = chosen("--contenders", args.contenders, known, lambda name: name.partition("@")[0].removesuffix(WIRE))
+    ours = (f"{strategy}+{more}" if more else strategy for strategy in STRATEGIES for more in SETTINGS)
+    names = chosen("--contenders", args.contenders, (*ours, *PEERS), lambda name: name.partition("@")[0])
     result = measure(args, names)
     if WORLD.rank == 0:
         print(json.dumps(result) if args.json else table(result), flush=True)
