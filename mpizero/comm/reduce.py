@@ -706,6 +706,7 @@ def gather_packed(
     spans: Sequence[Sequence[Span]],
     residual: Array,
     scratch: Scratch = fresh,
+    elements: int | None = None,
 ) -> None:
     """Do an all-gather like :func:`gather_spans`, with compressed messages; each rank sends its spans of ``target``.
 
@@ -726,8 +727,10 @@ def gather_packed(
         The part of this rank's values that earlier messages have left out; updated in place. Empty without feedback.
     scratch : Scratch
         Provides the buffers.
+    elements : int or None
+        As for :func:`gather_spans`.
     """
-    step, positions = gather_step(comm.size), [span_positions(group) for group in spans]
+    step, positions = gather_step(comm.size, elements), [span_positions(group) for group in spans]
     longest = max(map(elements_in, positions))
     for low in range(0, longest, step):
         windows = [cut_positions(group, low, low + step) for group in positions]

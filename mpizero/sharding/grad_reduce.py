@@ -1197,7 +1197,8 @@ class GradientExchange(ExactExchange):
                 ]
                 for chosen in (True, False)
             )
-            gather_packed(self.comm, self.codec, row, packed, self.left_for(self.comm.rank), self.scratch)
+            residual = self.left_for(self.comm.rank)
+            gather_packed(self.comm, self.codec, row, packed, residual, self.scratch, self.elements)
         ranges = [row[s.start : s.stop] for s in plain[self.comm.rank]]
         gather_spans(self.comm, ranges, row, plain, self.scratch, self.elements)
 

@@ -419,6 +419,11 @@ def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.Monk
         check_on_threads(job(short, zero=zero, config={"gradient_compression": "int8", **MEMORIES[1]}), 3)
 
 
+def test_a_bucket_bounds_the_messages_of_rounded_sums_after_the_backward_pass() -> None:
+    config = {"wire": "bfloat16", "bucket_mb": 256 / 2**20, "grain_assignment": "dynamic", "ranks_per_node": 2}
+    check_on_threads(job(batch=9, zero=0, config=config), 4)
+
+
 @pytest.mark.slow
 def test_one_grain_a_rank_sends_2p_and_stage_3_sends_3p() -> None:
     """The papers' figures: Rajbhandari et al. 2020, section 7."""
