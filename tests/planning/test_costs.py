@@ -419,6 +419,15 @@ def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.Monk
         check_on_threads(job(short, zero=zero, config={"gradient_compression": "int8", **MEMORIES[1]}), 3)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [({"parallel_layout": {"context": 2}}, r"context groups \(context=2\)"), (MODELS["float64"], "in float64")],
+)
+def test_a_plan_refuses_rounded_sums_where_the_training_does(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        planned(job(wrong, config={"wire": "bfloat16"}), 2).allocated(0)
+
+
 def test_a_bucket_bounds_the_messages_of_rounded_sums_after_the_backward_pass() -> None:
     config = {"wire": "bfloat16", "bucket_mb": 256 / 2**20, "grain_assignment": "dynamic", "ranks_per_node": 2}
     check_on_threads(job(batch=9, zero=0, config=config), 4)

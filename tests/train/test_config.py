@@ -64,6 +64,8 @@ def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(given, sec
     ("text", "overrides", "words"),
     [
         (GPT, ["train.time_limit=00:10:00", "train.time_reserve=600"], ["reserve", "less than train.time_limit = 600"]),
+        (GPT, ["train.wire=bfloat16", "model.dtype=float64"], ["train.wire", "model.dtype = float32"]),
+        (GPT, ["train.wire=bfloat16", "parallel.context=2"], ["train.wire", "parallel.context = 2"]),
         (GPT, ["parallel.bucket_mb=1", "train.gradient_compression=int8"], ["bucket_mb", "train.gradient_compression"]),
         (GPT, ["checkpoint.backend=mpio", "checkpoint.asynchronous=true"], ['needs checkpoint.backend = "direct"']),
         (MLP, ["parallel.context=2"], ["parallel.context = 2: must be 1"]),  # it has no sequences

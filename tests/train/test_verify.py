@@ -52,6 +52,14 @@ def test_defaults_are_every_strategy_and_every_cut_that_the_model_allows(ranks):
     assert [Layout.parse(str(layout)) for layout in layouts] == layouts
 
 
+@pytest.mark.parametrize(("wire", "contexts"), [("none", {1, 2}), ("bfloat16", {1})])
+def test_defaults_have_no_context_groups_where_sums_are_rounded(wire, contexts):
+    text = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
+    config = parse_config(ConfigDocument("gpt.toml", text, [f"train.wire={wire}"]))
+    layouts = choose(config, nn.MLP(2, [2], 2), as_communicator(None), None, 2)
+    assert {layout.parallel.context for layout in layouts} == contexts
+
+
 # ------------------------------------------------------------------ the command
 
 

@@ -37,6 +37,7 @@ from mpizero.sharding.config import (
     Config,
     Placement,
     assigns_rounds,
+    check_wire,
     keeps_gradients_on_device,
     round_buffer_sizes,
     schedules_dynamically,
@@ -455,6 +456,7 @@ class TrainingPlan:
     @cached_property
     def training(self) -> PlannedTraining:
         """The parts of the plan that are equal for all ranks."""
+        check_wire(self.config, np.dtype(self.model.dtype), self.axes.context)
         row = self.row.in_contexts(self.axes.context)
         in_rounds = assigns_rounds(row, self.config, self.axes.data * self.axes.context)
         dynamic = schedules_dynamically(row, self.config, self.planned_ranks.grid(0), self.ranks // self.axes.data)

@@ -124,6 +124,8 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
         heads, sequence = config.model.split_sizes
         if config.optimizer.kind.needs_whole_tensors:
             heads = 1  # tensors that are updated as a whole cannot be split by a tensor group
+        if config.train.wire is not None:
+            sequence = 0  # context groups cannot round the gradients of grains, of which each rank has a part
         size = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
         layouts_by_default = default_layouts(size, blocks=blocks, heads=heads, sequence=sequence)
