@@ -61,6 +61,8 @@ class Measurement:
 _PER_DOUBLING = 16.0
 #: Relative rounding error of a few products and divisions of one element, in units of epsilon.
 _OF_ELEMENT = 2.0
+#: Distance from 1 to the next larger bfloat16.
+_BFLOAT16 = 2.0**-7
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,15 @@ class Rounding:
     tolerance : float or None
         Difference that the parallel layout may cause, relative to the largest element of the compared arrays. None: the
         layout must not change a bit.
+    roundings: int
+        How often a gradient is rounded to bfloat16 until it is summed (``Config.wire``). Each time numbers that differ
+        by little may be rounded to neighbours.
     """
 
     dtype: str
     terms: float
     tolerance: float | None = None
+    roundings: int = 0
 
     @property
     def epsilon(self) -> float:
@@ -91,6 +97,11 @@ class Rounding:
     def of_sums(self) -> float:
         """Largest relative difference between sums of the same terms in another order."""
         return _PER_DOUBLING * self.epsilon * math.log2(2.0 + self.terms)
+
+    @property
+    def of_gradients(self) -> float | None:
+        """The :attr:`tolerance` of summed gradients, which may be rounded to bfloat16."""
+        return None if self.tolerance is None else self.tolerance + self.roundings * _BFLOAT16
 
     def near(self, actual: float, expected: float) -> bool:
         """Tell whether two numbers differ by no more than the rounding of sums or, if larger, :attr:`tolerance`."""

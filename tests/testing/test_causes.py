@@ -124,6 +124,20 @@ def test_layouts_that_round_are_within_rounding_of_their_type(layout, dtype):
     assert verdict.tolerance < 200 * np.finfo(dtype).eps
 
 
+def test_where_layouts_round_rounded_sums_may_differ_by_units_of_bfloat16():
+    settings = {"model": model("float32", dim=48), "wire": "bfloat16"}
+    (_, verdict) = compared("tensor=2, tiles=1", batches=texts(1, 5), **settings).verdicts
+    assert verdict.finding is None
+    assert verdict.tolerance < verdict.largest < 2.0**-7
+    assert first("tensor=2, tiles=1", tolerance=verdict.tolerance, **settings).quantity == "gradient"
+
+
+@pytest.mark.parametrize("layout", ["zero2*3", "tensor=2, tiles=1"])
+def test_a_wrong_divisor_of_rounded_sums_is_found(monkeypatch, layout):
+    planted.divide_by(monkeypatch, factor=lambda ranks: 1.05 if ranks > 1 else 1)
+    assert first(layout, model=model("float32"), wire="bfloat16").quantity == "gradient"
+
+
 @pytest.mark.parametrize(
     ("plant", "size", "layout", "cause"),
     [

@@ -532,7 +532,7 @@ class TrainingPair:
             return LocatedDifference(Finding(0, "loss", found=gradient.loss, expected=expected.loss))
         size = largest(expected.values)
         located = self._first(
-            [Vectors(self.before, gradient.values, expected.values, self._bound(size))], backward=True
+            [Vectors(self.before, gradient.values, expected.values, self._bound_of_gradient(size))], backward=True
         )
         if located is None and self.tolerance is not None:
             self.largest = max(self.largest, apart, _apart(gradient.values, expected.values, size))
@@ -586,6 +586,9 @@ class TrainingPair:
 
     def _bound(self, size: float) -> float | None:
         return None if self.tolerance is None else self.tolerance * size
+
+    def _bound_of_gradient(self, size: float) -> float | None:
+        return None if self.rounding.of_gradients is None else self.rounding.of_gradients * size
 
     def _bound_of_change(self, after: Array, before: Array) -> float | None:
         """Return the allowed difference of updated values, from the size of the update; None if bits must be equal."""
@@ -692,7 +695,7 @@ class TrainingPair:
         self, gradient: BatchGradient, looked: TensorParts, alone: TensorParts, computed: list[RankGradients | None]
     ) -> Diagnosis:
         expected = self._gradient
-        vectors = Vectors("", gradient.values, expected.values, self._bound(largest(expected.values)))
+        vectors = Vectors("", gradient.values, expected.values, self._bound_of_gradient(largest(expected.values)))
         different = [entry for entry in self.entries if vectors.mask(entry).any()]
 
         def named(values: Array) -> dict[str, Array]:
@@ -801,7 +804,8 @@ def compare_layouts(
         Number of steps to compare; None for all of a sequence of batches.
     tolerance : float or None
         Relative difference allowed for layouts whose tiles one process cannot compute, such as groups of 3 ranks. None
-        computes it from the dtype and the length of sums: 16 epsilon for every doubling of the length.
+        computes it from the dtype and the length of sums: 16 epsilon for every doubling of the length. With ``wire``
+        gradients may differ by 2^-7 more for each time that they are rounded.
     progress : callable or None
         ``progress(layout, step)`` is called on rank 0 after every step.
     **settings
@@ -877,6 +881,8 @@ def _compare(
         split = layout.parallel.tensor * layout.parallel.context > 1
         if layout.rounds(task.settings.get("accumulate", 1)) or (split and trace.layers_depend):
             rounding = replace(rounding, tolerance=rounding.of_sums if tolerance is None else tolerance)
+        if tolerance is not None:
+            rounding = replace(rounding, roundings=0)
         comparison = LayoutComparison(task, layout, trace, rounding, tell)
         with _named(layout):
             verdicts.append(_run(comparison, world))
@@ -922,13 +928,19 @@ def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _si
     """
     started = time.monotonic()
     with placed(task, "self", alone) as training:
-        steps, terms = [], float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1))
+        steps, grains, terms = (
+            [],
+            1,
+            float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1)),
+        )
         for number in range(task.steps + 1):
             training.train(min(number, 1))
             steps.append(_observed(training))
+            grains = max(grains, training.engine.scalars.count)
             terms = max(terms, training.engine.scalars.samples, *(r.weight for r in [training.model.last_step] if r))
             tell("one process", number)
-        rounding = Rounding(str(np.dtype(training.engine.dtype)), terms)
+        roundings = 0 if training.engine.config.wire is None else grains.bit_length()  # of grains, and at every level
+        rounding = Rounding(str(np.dtype(training.engine.dtype)), terms, roundings=roundings)
         sha256, reasons = training.model.parameters_sha256(), layer_reasons(training.model.wrapped_model)
         return ReferenceTrace(rounding, steps, sha256, time.monotonic() - started, bool(reasons))
 
