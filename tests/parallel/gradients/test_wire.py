@@ -197,6 +197,12 @@ def test_numbers_are_narrowed_and_widened_in_their_own_memory(size: int) -> None
     assert memory[[0, -1]].tobytes() == around.tobytes()
 
 
+def test_a_rounding_leaves_an_error_of_at_most_a_256th() -> None:
+    values = (1 + np.arange(1 << 23, dtype=np.uint32)[::127] / 2.0**23).astype(np.float32)
+    errors = np.abs(rounded(values).astype(np.float64) - values) / values
+    assert 0.99 * 2.0**-8 < errors.max() <= 2.0**-8
+
+
 def test_what_does_not_go_with_rounded_gradients_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"wire='fp8': expected one of \"bfloat16\""):
         mz.Config(wire="fp8")
