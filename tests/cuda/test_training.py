@@ -420,6 +420,16 @@ def test_bfloat16_trains_near_float32_with_the_same_bits_on_two_ranks():
         assert parameters.tobytes() == found[1].tobytes()
 
 
+def test_rounded_sums_have_the_same_bits_on_one_gpu_where_rows_stay_there_and_on_two():
+    alone = trained("cuda", batch=ids(4), wire="bfloat16", steps=1)
+    assert alone[1].tobytes() != trained("cuda", batch=ids(4), steps=1)[1].tobytes()
+    for place, memory in ((mz.DDPModel, PRIVATE), (mz.ZeRO2Model, {})):
+        settings = {"place": place, "batch": ids(4), "wire": "bfloat16", "steps": 1, **memory}
+        for losses, parameters, *_ in run_in_threads(2, lambda comm, s=settings: trained("cuda", comm, **s)):
+            assert losses == alone[0]
+            assert parameters.tobytes() == alone[1].tobytes()
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the simulator looks at an infinite gradient
 def test_float16_scales_its_loss_and_skips_what_overflows():
     with mz.ShardingConfig(device="cuda", micro_batch=1, mixed_precision="float16") as config:
