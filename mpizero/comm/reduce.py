@@ -706,6 +706,7 @@ def gather_packed(
     spans: Sequence[Sequence[Span]],
     residual: Array,
     scratch: Scratch = fresh,
+    *,
     elements: int | None = None,
 ) -> None:
     """Do an all-gather like :func:`gather_spans`, with compressed messages; each rank sends its spans of ``target``.

@@ -1198,7 +1198,7 @@ class GradientExchange(ExactExchange):
                 for chosen in (True, False)
             )
             residual = self.left_for(self.comm.rank)
-            gather_packed(self.comm, self.codec, row, packed, residual, self.scratch, self.elements)
+            gather_packed(self.comm, self.codec, row, packed, residual, self.scratch, elements=self.elements)
         ranges = [row[s.start : s.stop] for s in plain[self.comm.rank]]
         gather_spans(self.comm, ranges, row, plain, self.scratch, self.elements)
 
