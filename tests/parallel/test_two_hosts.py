@@ -109,7 +109,10 @@ def test_two_hosts_have_the_bits_of_one_process_and_send_what_is_counted(tmp_pat
             "exit_0",
             r"\[rank 1/2 host2\] left early: .* rank 0 waits in barrier #6 'gradients' .* program.py:\d+ in train",
         ),
-        ("sleep", r"stuck: barrier #6 .*: rank 1 not in it\n(.*\n)+.*rank 1 on host2: at work at program.py:\d+ in <lambda>"),
+        (
+            "sleep",
+            r"stuck: barrier #6 .*: rank 1 not in it\n(.*\n)+.*rank 1 on host2: at work at program.py:\d+ in <lambda>",
+        ),
     ],
 )
 def test_a_rank_that_fails_on_the_other_host_ends_the_job_and_is_named(tmp_path, fault, said):

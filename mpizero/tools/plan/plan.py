@@ -48,7 +48,7 @@ from mpizero.sharding.device_update import buffer_sizes, updates_on_device
 from mpizero.sharding.grad_reduce import largest_block, residual_sizes
 from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import UNIT_BUFFERS, paged
-from mpizero.sharding.partition import ParallelLayout, resolve_tiles, within_rounding
+from mpizero.sharding.partition import ParallelLayout, averaged_names, resolve_tiles, within_rounding
 from mpizero.sharding.whole_tensors import TensorPlan
 from mpizero.tools.plan.counts import PlannedGrid, PlannedRanks, PlannedTraining, Sent, StepBatches, window_bytes
 from mpizero.tools.plan.memory import ModelPart, StageActivations, TrialSample
@@ -456,7 +456,7 @@ class TrainingPlan:
     @cached_property
     def training(self) -> PlannedTraining:
         """The parts of the plan that are equal for all ranks."""
-        check_wire(self.config, np.dtype(self.model.dtype), self.axes.context)
+        check_wire(self.config, np.dtype(self.model.dtype), self.axes.context, averaged_names(self.model))
         row = self.row.in_contexts(self.axes.context)
         in_rounds = assigns_rounds(row, self.config, self.axes.data * self.axes.context)
         dynamic = schedules_dynamically(row, self.config, self.planned_ranks.grid(0), self.ranks // self.axes.data)
