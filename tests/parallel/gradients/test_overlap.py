@@ -226,7 +226,7 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
     monkeypatch.setattr(publication, "REGION", 1)
     made: tuple[list[Gate], list[Gate]] = ([], [])
 
-    def begin(peers: Any, *_: Any) -> Gate:
+    def begin(peers: Any, *_: Any, **settings: Any) -> Gate:
         made[peers.rank].append(Gate())
         return made[peers.rank][-1]
 
