@@ -321,7 +321,8 @@ def _head(plan: PlannedRun) -> str:
         f"{config.model.described} with {plan.parameter_count:,} {np.dtype(training.model.dtype).name} parameters, "
         f"{config.optimizer.name}; "
         f"{config.parallel.describe(training.ranks)}; {where}\n"
-        f"{training.global_batch} samples a step in {grains.described(config.train.accumulate)}\n"
+        f"{training.global_batch} samples a step in {grains.described(config.train.accumulate)}"
+        f"{'' if config.train.wire is None else f', whose sums are rounded to {config.train.wire}'}\n"
         f"results: {exactness(training.tiles, training.within_rounding)}"
     )
 
