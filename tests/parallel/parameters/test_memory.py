@@ -95,6 +95,7 @@ def test_a_new_model_holds_its_shard_and_no_more_than_a_unit_besides(monkeypatch
     def make() -> None:
         models[:] = run_in_threads(2, lambda comm: mz.ZeRO3Model(wide(), mz.ShardingConfig(comm=comm, **settings)))
 
+    make()  # what a process imports and keeps once is not in the figure
     most = traced_peak(make)
     shards = sum(model._engine.memory.rank_bytes for model in models)
     assert shards <= 4 * (2 * PARAMETERS + 2 * 3 * UNIT) + 4 * PAGE
