@@ -240,9 +240,9 @@ def add_requeue(commands: Any, run: Run) -> None:
     """Add ``mpizero requeue`` to the commands; ``run`` executes it, given the parsed options."""
     parser = commands.add_parser(
         "requeue",
-        help="put this Slurm job into the queue again, if its training has to go on",
+        help="put this job into the queue again, if its training has to go on",
         description="End a batch script: with the exit status of the training and its arguments, put the job into the "
-        "queue again, or say why not. Exit status 0 if it is put into the queue, else 1.",
+        "queue again, or say why not. Exit status 0 if so, else 1. With --job only decide: the script acts on 0.",
         epilog='Example: python -m mpizero requeue "$status" config.toml && sleep 60',
     )
     parser.add_argument("status", metavar="STATUS", type=whole_number, help="exit status of the training")
@@ -250,17 +250,22 @@ def add_requeue(commands: Any, run: Run) -> None:
     parser.add_argument(
         "--max-restarts", metavar="N", type=whole_number, default=50, help="at most so often (default: %(default)s)"
     )
+    parser.add_argument(
+        "--job", metavar="NAME", help="a job of another batch system than Slurm, by the same name each time"
+    )
     parser.set_defaults(run=run)
 
 
 def run_requeue(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Requeue the Slurm job of this batch script if its training has to go on; return 0 if so, else 1."""
+    """Requeue the job of this batch script if its training has to go on; return 0 if so, else 1.
+
+    With ``--job`` the batch script puts the job into the queue, after the exit status 0.
+    """
     from mpizero.train import stopping
     from mpizero.train.run_folder import RunFolder
 
-    if not (job := environment.get("SLURM_JOB_ID", "")):
-        raise ConfigError("SLURM_JOB_ID is not set: requeue is for the end of a Slurm batch script")
-    restarts = whole_number(environment.get("SLURM_RESTART_COUNT") or "0")
+    if not (job := options.job or stopping.slurm_job(environment)):
+        raise ConfigError("SLURM_JOB_ID is not set: outside of a Slurm batch script requeue needs --job NAME")
     status, reason = options.status, ""
     if status in (ExitStatus.DATA, ExitStatus.CONFIG):  # before the configuration is read: that may have failed
         return _report_not_requeued(status, "it would fail again")
@@ -270,8 +275,9 @@ def run_requeue(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         return 1
     last = stopping.Session.read(folder.root, job)
     members = sorted(folder.root.glob("member_*/checkpoints"))
-    state = stopping.state_of_job(job)
+    state = stopping.JobState("RUNNING") if options.job else stopping.state_of_job(job)
     session = stopping.Session.after(last, job, status, [folder.checkpoints, *members], state.used)
+    restarts = session.restarts if options.job else whole_number(environment.get("SLURM_RESTART_COUNT") or "0")
     if folder.stopped.exists():
         reason = f"stopped by the file {folder.stop_file}"
     elif options.resume_from is not None:
@@ -282,7 +288,8 @@ def run_requeue(options: argparse.Namespace, environment: Mapping[str, str]) -> 
         return _report_not_requeued(status, reason)
     session.write(folder.root)
     show(f"requeue: exit status {status} at {session.latest_checkpoint}, restart {restarts + 1}", sys.stderr)
-    stopping.requeue(job)
+    if not options.job:
+        stopping.requeue(job)
     return int(ExitStatus.OK)
 
 

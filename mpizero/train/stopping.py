@@ -1,4 +1,4 @@
-"""Stop a training early, so that it can save its state first, and let a Slurm job run again afterwards.
+"""Stop a training early, so that it can save its state first, and let a job run again afterwards.
 
 :class:`StopSignals` catches the signals by which schedulers ask a job to stop, :class:`WallTime` tracks how much time a
 job has left and how much a save needs, and :class:`StopFile` looks for the file ``STOP`` in a run's folder, which a
@@ -163,6 +163,15 @@ class Limit:
     left: float
 
 
+def slurm_job(environment: Mapping[str, str]) -> str:
+    """Return the name of this process's Slurm job for commands; "" outside of Slurm.
+
+    In an array it is "7_2": one of the tasks has the number of the whole array as SLURM_JOB_ID, which would mean all.
+    """
+    task = environment.get("SLURM_ARRAY_TASK_ID", "")
+    return f"{environment.get('SLURM_ARRAY_JOB_ID')}_{task}" if task else environment.get("SLURM_JOB_ID", "")
+
+
 def ask_squeue(job: str) -> str:
     """Ask ``squeue`` for the remaining time of the job ``job``, and return its output, such as "1-02:00:00".
 
@@ -180,11 +189,11 @@ def slurm_limit(environment: Mapping[str, str], ask: Callable[[str], str] = ask_
     """Return the time limit of the Slurm job that this process is part of; None if there is no limit or no job.
 
     Not collective: called on one rank. Slurm 22.05 and older do not set SLURM_JOB_END_TIME. In that case ``ask`` is
-    called with the number of the job, and must return the remaining time as ``squeue`` prints it.
+    called with the name of the job, and must return the remaining time as ``squeue`` prints it.
     """
     from mpizero._util.settings import clock_seconds
 
-    job, end = environment.get("SLURM_JOB_ID", ""), environment.get("SLURM_JOB_END_TIME", "")
+    job, end = slurm_job(environment), environment.get("SLURM_JOB_END_TIME", "")
     if not job:
         return None
     if end.isdecimal() and int(end) > 0:
@@ -410,12 +419,12 @@ class JobState(NamedTuple):
 
 @dataclass(frozen=True)
 class Session:
-    """Describe a session that has ended: one execution of a Slurm job that may be requeued.
+    """Describe a session that has ended: one execution of a job that may be requeued.
 
     Attributes
     ----------
     job : str
-        Number of the Slurm job.
+        Name of the job.
     status : int
         Exit status of the training.
     steps : dict
@@ -423,12 +432,15 @@ class Session:
     hasty : int
         Number of sessions in a row, up to this one, that were asked to stop soon after their start, or before they had
         completed a second step.
+    restarts : int
+        Number of sessions of the job before this one.
     """
 
     job: str
     status: int
     steps: Mapping[str, int] = field(default_factory=dict)
     hasty: int = 0
+    restarts: int = 0
 
     @classmethod
     def after(cls, last: Session | None, job: str, status: int, folders: Iterable[Path], used: float) -> Session:
@@ -439,14 +451,16 @@ class Session:
         before = last.steps if last else {}
         done = max((step - before.get(path, 0) for path, step in steps.items()), default=0)
         hasty = status == ExitStatus.PREEMPTED and (done <= 1 or used < _AT_ONCE)
-        return cls(job, status, steps, 1 + (last.hasty if last else 0) if hasty else 0)
+        last = last or cls(job, status, restarts=-1)
+        return cls(job, status, steps, 1 + last.hasty if hasty else 0, 1 + last.restarts)
 
     @classmethod
     def read(cls, root: Path, job: str) -> Session | None:
         """Read the last session of ``job`` from the run's folder ``root``; None if there is none or it is damaged."""
         try:
             session = cls(**json.loads((root / NOTE).read_bytes()))
-            return session if session.job == job and {*map(type, session.steps.values())} <= {int} else None
+            numbers = (*session.steps.values(), session.hasty, session.restarts)
+            return session if session.job == job and {*map(type, numbers)} == {int} else None
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
             return None
 
@@ -490,8 +504,8 @@ def why_not_again(session: Session, last: Session | None, job: JobState) -> str:
         return f"it has ended twice at the same checkpoint ({session.latest_checkpoint})"
     if session.hasty >= HASTY:
         return (
-            f"{session.hasty} sessions in a row were asked to stop at once: --time must be longer than the seconds "
-            "before its end at which --signal comes, and than train.time_reserve"
+            f"{session.hasty} sessions in a row were asked to stop at once: the job's time (Slurm: --time) must be "
+            "longer than the seconds before its end at which the signal comes (--signal), and than train.time_reserve"
         )
     return ""
 

@@ -5,6 +5,8 @@ Slurm's answers are planted here; scripts/test_slurm.sh asks a real Slurm.
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from mpizero.cli.main import main
@@ -21,6 +23,7 @@ def slurm(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.toml").write_text('[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n')
 
     class Slurm:
+        name = ""
         folder, state, job, restarts, queued = tmp_path / "run", JobState("RUNNING", "None", 4000.0), "7", 0, 0
 
         def saved(self, step, checkpoints="run/checkpoints"):
@@ -39,7 +42,7 @@ def slurm(tmp_path, monkeypatch, capsys):
     found = Slurm()
 
     def requeue(job):
-        assert job == found.job
+        assert job == (found.name or found.job)
         found.queued += 1
 
     monkeypatch.setattr(stopping, "state_of_job", lambda job: found.state)
@@ -116,7 +119,7 @@ def test_visits_that_are_asked_to_stop_at_once_do_not_go_on_for_ever(slurm, step
         slurm.saved(step)
         assert slurm.ended(75) == ""
     slurm.saved(steps[2])
-    assert "3 sessions in a row were asked to stop at once: --time must be longer" in slurm.ended(75)
+    assert "3 sessions in a row were asked to stop at once: the job's time (Slurm: --time)" in slurm.ended(75)
 
 
 def test_a_visit_that_goes_on_makes_up_for_those_that_did_not(slurm):
@@ -139,7 +142,40 @@ def test_a_step_to_go_back_to_a_limit_of_restarts_and_a_stop_by_file_are_ends(sl
     assert "run/STOP" in slurm.ended(75)
 
 
-@pytest.mark.parametrize("note", ["", "[]", '{"job": "7"}', '{"job": "7", "status": 75, "steps": [1]}', "[" * 100000])
+def test_a_job_of_another_batch_system_is_only_decided_about(slurm, tmp_path, monkeypatch):
+    """The batch script puts it into the queue; its restarts are counted here, under the name that it keeps."""
+
+    def asked(job, *arguments):
+        return main(["requeue", "75", "--job", job, *arguments, "config.toml"], comm=one_process())
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for step in (20, 40):
+        slurm.saved(step)
+        assert asked("9.1", "--max-restarts", "2") == 0
+    slurm.saved(60)
+    assert asked("9.1", "--max-restarts", "2") == 1, "2 restarts are the limit"
+    assert asked("9.1") == 0
+    assert asked("9.1") == 1, "no newer checkpoint"
+    assert asked("9.2") == 0
+    assert slurm.queued == 0
+
+
+def test_a_task_of_an_array_is_not_the_whole_array(slurm, monkeypatch):
+    """One of an array's tasks has the number of the array as its own, by which Slurm's commands mean all tasks."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    slurm.name = "7_2"
+    slurm.saved(20)
+    assert slurm.ended(75) == ""
+    asked = []
+    stopping.slurm_limit(dict(os.environ), lambda job: asked.append(job) or "1:00")
+    assert asked == ["7_2"]
+
+
+@pytest.mark.parametrize(
+    "note",
+    ["", "[]", '{"job": "7", "status": 75, "restarts": "a"}', '{"job": "7", "status": 75, "steps": [1]}', "[" * 100000],
+)
 def test_a_damaged_note_is_none(slurm, note):
     slurm.saved(20)
     (slurm.folder / stopping.NOTE).write_text(note)
@@ -148,7 +184,7 @@ def test_a_damaged_note_is_none(slurm, note):
 
 def test_outside_of_a_job_there_is_nothing_to_put_into_the_queue(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set"):
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set: .* needs --job NAME"):
         main(["requeue", "75", str(tmp_path)], comm=one_process())
 
 
