@@ -3,6 +3,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/environment.sh
+. scripts/harness/cluster.sh
 
 usage() {
     cat <<'HELP'
@@ -29,11 +30,6 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-left_out() {
-    echo "left out: $*"
-    exit 77
-}
-
 have_slurm() {
     command -v munged slurmctld slurmd sbatch srun scontrol >/dev/null
 }
@@ -51,28 +47,8 @@ BASE=$(mktemp -d /tmp/mzslurm.XXXXXX) && chmod 755 "$BASE"
 export SLURM_CONF=$BASE/slurm.conf PYTHON OMP_NUM_THREADS=1 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 # One node with fewer cores than ranks: waiting ranks give way. Open MPI believes 8 CPUs.
 export OMPI_MCA_mpi_yield_when_idle=1
-STARTED=()
-TABLE='' STATUS=0
 
 # ------------------------------------------------------------------------------------------ a cluster of one node
-
-# start NAME COMMAND...: a daemon in the foreground of a background job, so that its process is known.
-start() {
-    local name=$1
-    shift
-    "$@" </dev/null >"$BASE/$name.out" 2>&1 &
-    STARTED+=($!)
-}
-
-free_ports() {
-    "$PYTHON" - <<'PORTS'
-import socket
-found = [socket.socket() for _ in range(2)]
-for one in found:
-    one.bind(("127.0.0.1", 0))
-print(*(one.getsockname()[1] for one in found))
-PORTS
-}
 
 write_configuration() {
     local host=$1 controller=$2 node=$3
@@ -132,30 +108,15 @@ no_jobs() {
 
 # End only what was started here: jobs through Slurm, daemons by their process.
 stop_cluster() {
-    local process
     if [ ${#STARTED[@]} -gt 2 ]; then
         squeue --noheader --format=%A 2>/dev/null | xargs -r scancel --signal=KILL --full 2>/dev/null
         squeue --noheader --format=%A 2>/dev/null | xargs -r scancel 2>/dev/null
         wait_for 20 no_jobs
     fi
-    for process in "${STARTED[@]}"; do
-        kill "$process" 2>/dev/null
-    done
-    wait "${STARTED[@]}" 2>/dev/null
-    if $KEEP; then echo "logs: $BASE"; else rm -rf "$BASE"; fi
+    end_daemons
 }
 
 # ------------------------------------------------------------------------------------------ jobs
-
-# wait_for SECONDS COMMAND...: until the command succeeds.
-wait_for() {
-    local end=$((SECONDS + $1))
-    shift
-    until "$@"; do
-        [ $SECONDS -lt $end ] || return 1
-        sleep 0.1
-    done
-}
 
 # field JOB NAME: a field of `scontrol show job`.
 field() {
@@ -171,15 +132,6 @@ state_is() {
 was_requeued() {
     [ "$(field "$1" Restarts)" -gt 0 ] && state_is "$1" PENDING &&
         grep -qF "[$1.batch] done with job" "$BASE/slurmd.log"
-}
-
-# steps RUN: how many have been done.
-steps() {
-    wc -l 2>/dev/null <"$1/metrics.jsonl" || echo 0
-}
-
-has_steps() {
-    [ "$(steps "$1")" -ge "$2" ]
 }
 
 # submit SCRIPT RUN OPTION... -- SETTING...: print the job's number.
@@ -205,43 +157,7 @@ again() {
     scontrol update JobId="$1" StartTime=now
 }
 
-# told RUN KEY: a value of the run's result.
-told() {
-    "$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1] + "/run_complete"))[sys.argv[2]])' "$1" "$2" 2>/dev/null
-}
-
-# expect WHAT FOUND WANTED: a line of the report; false, and part of the failure's reason, where they differ.
-REASON=''
-expect() {
-    [ "$2" = "$3" ] && return
-    REASON+="$1 is '$2', not '$3'; "
-    return 1
-}
-
-expect_text() {
-    grep -qE "$2" "$1" && return
-    REASON+="$(basename "$1") has no '$2'; "
-    return 1
-}
-
-# check NAME FUNCTION: run it, and add a line to the table. The function leaves in NOTE what is worth telling.
-check() {
-    local name=$1 started=$SECONDS result=ok
-    REASON='' NOTE=''
-    "$2" || { result=FAILED && STATUS=1; }
-    TABLE+=$(printf '%-34s %-6s %4d s  %s' "$name" $result $((SECONDS - started)) "${REASON:-$NOTE}")$'\n'
-    [ $result = ok ] || tail -n 25 ./*.log
-}
-
 # ------------------------------------------------------------------------------------------ checks
-
-HASH=''
-uninterrupted() {
-    "$PYTHON" -m mpizero train config.toml --set checkpoint.folder=whole/checkpoints >whole.log 2>&1
-    HASH=$(told whole parameters_sha256)
-    NOTE="parameters_sha256 ${HASH:0:16}..."
-    [ -n "$HASH" ]
-}
 
 # 8 tasks, a signal in mid-epoch, saved, requeued by the script itself, resumed on 4 tasks.
 signalled() {
@@ -367,6 +283,27 @@ failing() {
     [ -z "$REASON" ]
 }
 
+# Two tasks of an array, each with a folder and a seed of its own; one is stopped, and only that one is requeued. It is the
+# last, whose number is that of the whole array.
+arrayed() {
+    local job task
+    job=$(submit requeue 'array_%a' --array=1-2 --ntasks=2 --time=20 -- train.steps=800 train.seed=%a) || return 1
+    wait_for 120 has_steps array_1 2 && wait_for 120 has_steps array_2 2 || { REASON="no step" && return 1; }
+    scancel --signal=USR1 --batch "${job}_2"
+    wait_for 120 state_is "${job}_2" PENDING || { REASON="not requeued: $(field "${job}_2" JobState)" && return 1; }
+    wait_for 60 grep -qF "[$job.batch] done with job" "$BASE/slurmd.log"
+    again "${job}_2"
+    for task in 1 2; do
+        wait_for 240 state_is "${job}_$task" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
+        expect "state of task $task" "$(field "${job}_$task" JobState)" COMPLETED
+        expect "restarts of task $task" "$(field "${job}_$task" Restarts)" $((task - 1))
+        seeded $task 800
+        expect "hash of task $task" "$(told array_$task parameters_sha256)" "$(told seed_$task parameters_sha256)"
+    done
+    NOTE="one of two tasks requeued, both with their seed's hash"
+    [ -z "$REASON" ]
+}
+
 # doctor_says KIND PYTHON PATTERN: what doctor finds on two tasks under srun --mpi=KIND.
 doctor_says() {
     srun --ntasks=2 --mpi="$1" "$2" -m mpizero doctor >"doctor-$1.log" 2>&1
@@ -386,34 +323,12 @@ examined() {
     [ -z "$REASON" ]
 }
 
-write_inputs() {
-    mkdir "$BASE/work" && cd "$BASE/work" || exit 1
-    "$PYTHON" -c 'open("text.txt", "wb").write(bytes(32 + (i * i) % 90 for i in range(30000)))'
-    cat >config.toml <<'TOML'
-[model]
-name = "gpt"
-dim = 16
-layers = 1
-heads = 2
-sequence = 16
-[data]
-text = "text.txt"
-[train]
-steps = 400
-global_batch = 8
-micro_batch = 1
-validate_every = 0
-[optimizer]
-lr = 1e-2
-TOML
-}
-
 trap stop_cluster EXIT
 trap 'exit 130' INT TERM
 say "Slurm in $BASE"
 if start_cluster; then
     srun --version
-    write_inputs
+    write_inputs 400
     check "one process, uninterrupted" uninterrupted
     check "signal, requeue, 8 -> 4 tasks" signalled
     check "Slurm's time limit, 4 -> 3 tasks" timed
@@ -422,11 +337,10 @@ if start_cluster; then
     check "cancelled, both scripts" cancelled
     check "preempted by another job" preempted
     check "train.sbatch is missing" lost
+    check "an array of two tasks" arrayed
     check "doctor" examined
 else
     tail -n 5 "$BASE"/*.out "$BASE"/*.log
     STATUS=1 TABLE="the cluster does not start"
 fi
-say "summary"
-printf '%s\ntotal %d s\n' "$TABLE" $SECONDS
-exit $STATUS
+summarize
