@@ -309,7 +309,7 @@ def record_of(
     frozen = [joined(block, spec.name) for block, specs in blocks.items() for spec in specs if not spec.trainable]
     settings: dict[str, dict[str, Any]] = {
         "trainer": {"global_batch": loop.global_batch, "seed": loop.seed, "frozen": frozen or None},
-        "config": {name: getattr(config, name) for name in _RECORDED},
+        "config": {name: getattr(config, name) or None for name in _RECORDED},
         "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
         "wrapped_model": _model_settings(wrapped),
     }
