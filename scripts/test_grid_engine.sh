@@ -181,8 +181,7 @@ signalled() {
     expect status "$(status "$job")" 0
     expect sessions "$(sessions "$job")" 2
     expect_text signalled.log "stopped by SIGUSR1 on rank [0-3] after step $(("${NOTE##* }")): saved"
-    expect ranks "$(told signalled ranks)" 2
-    expect hash "$(told signalled parameters_sha256)" "$HASH"
+    expect_result signalled 2
     NOTE+=" on 4 slots, rescheduled, ended on 2 with the same hash"
     [ -z "$REASON" ]
 }

@@ -173,8 +173,7 @@ signalled() {
     expect state "$(field "$job" JobState)" COMPLETED
     expect restarts "$(field "$job" Restarts)" 1
     expect_text signalled.log "stopped by SIGUSR1 on rank [0-7] after step $(("${NOTE##* }")): saved"
-    expect ranks "$(told signalled ranks)" 4
-    expect hash "$(told signalled parameters_sha256)" "$HASH"
+    expect_result signalled 4
     NOTE+=" on 8 tasks, requeued, ended on 4 with the same hash"
     [ -z "$REASON" ]
 }
@@ -194,8 +193,7 @@ timed() {
     fi
     wait_for 240 state_is "$job" 'COMPLETED|FAILED|CANCELLED|TIMEOUT'
     expect state "$(field "$job" JobState)" COMPLETED
-    expect ranks "$(told timed ranks)" 3
-    expect hash "$(told timed parameters_sha256)" "$HASH"
+    expect_result timed 3
     NOTE+=", resumed on 3 tasks$([ -x "$MPICH_PYTHON" ] && echo " (MPICH, PMI2)"), the same hash"
     [ -z "$REASON" ]
 }

@@ -75,6 +75,12 @@ expect_text() {
     return 1
 }
 
+# expect_result RUN RANKS: the run has ended on so many ranks with the hash of an uninterrupted one.
+expect_result() {
+    expect ranks "$(told "$1" ranks)" "$2"
+    expect hash "$(told "$1" parameters_sha256)" "$HASH"
+}
+
 # check NAME FUNCTION: run it, and add a line to the table. The function leaves in NOTE what is worth telling.
 check() {
     local name=$1 started=$SECONDS result=ok

@@ -60,8 +60,13 @@ def random_rows(dtype, rows_a=2, rows_b=3, columns=64, seed=0):
     return tuple(rng.standard_normal(shape).astype(dtype) for shape in shapes)
 
 
+@pytest.mark.parametrize(
+    ("program_of", "value_of"),
+    [(program_of, value_of), (rounding_program_of, rounded_value_of)],
+    ids=["exact", "each sum rounded to bfloat16"],
+)
 @given(tree=trees(5), start=st.integers(0, 40), stop=st.integers(0, 60))
-def test_a_program_adds_in_the_order_of_its_tree(tree, start, stop):
+def test_a_program_adds_in_the_order_of_its_tree(program_of, value_of, tree, start, stop):
     rows_a, rows_b = random_rows(np.float32)
     out = np.full(60, 9, np.float32)
     program, divisor = np.array(program_of(tree), np.int32), np.array([3], np.float32)
@@ -69,18 +74,6 @@ def test_a_program_adds_in_the_order_of_its_tree(tree, start, stop):
     expected = np.full(60, 9, np.float32)
     rows = [*rows_a[:, 4:64], *rows_b[:, 11:71]]
     expected[start:stop] = (value_of(tree, rows) / divisor[0])[start:stop]
-    assert out.tobytes() == expected.tobytes()
-
-
-@given(tree=trees(5), start=st.integers(0, 40), stop=st.integers(0, 60))
-def test_a_program_may_round_every_sum_to_bfloat16(tree, start, stop):
-    rows_a, rows_b = random_rows(np.float32)
-    out = np.full(60, 9, np.float32)
-    program, divisor = np.array(rounding_program_of(tree), np.int32), np.array([3], np.float32)
-    update.tree_sum(rows_a, 4, rows_b, 11, program, divisor, out, start, stop)
-    expected = np.full(60, 9, np.float32)
-    rows = [*rows_a[:, 4:64], *rows_b[:, 11:71]]
-    expected[start:stop] = (rounded_value_of(tree, rows) / divisor[0])[start:stop]
     assert out.tobytes() == expected.tobytes()
 
 
