@@ -34,8 +34,7 @@ def setting(default: Any, check: Check, *, resume: Resume = "override", off: Any
     """Declare a setting with its default (``dataclasses.MISSING`` if it must be given) and its check.
 
     ``resume`` says whether a resumed run may change the setting. ``off`` is the value that stands for None in a
-    configuration file, because TOML has no None; for a flag it is False, which a run that was saved before there was
-    the flag means.
+    configuration file, because TOML has no None.
     """
     return field(default=default, metadata={"check": check, "resume": resume, "off": off})
 
@@ -176,9 +175,7 @@ class ConfigSection(Settings):
 
     def _wrong(self, name: str, error: ValueError) -> ConfigError:
         off = next(item.metadata.get("off") for item in fields(self) if item.name == name)
-        return self.reject(
-            name, allowed(error) + ("" if off is None or off is False else f", or {shown(off)} for none")
-        )
+        return self.reject(name, allowed(error) + ("" if off is None else f", or {shown(off)} for none"))
 
 
 # ---------------------------------------------------------------------- checks

@@ -139,7 +139,7 @@ class ComputeSettings(Settings):
     ema: float | None = setting(None, optional(number(0.0, 1.0, above=True)))
     gradient_compression: str | None = setting(None, optional(_compression), off="none")
     wire: str | None = setting(None, optional(one_of(WIRE.name)), off="none")
-    wire_parameters: bool = setting(False, flag, off=False)
+    wire_parameters: bool = setting(False, flag)
     threads: int = setting(1, whole(1, 1024), resume="free")
     check_every: int = setting(0, whole(0), resume="free")
     device: str = setting("cpu", one_of(*_DEVICES), resume="free")

@@ -309,6 +309,7 @@ def record_of(
     frozen = [joined(block, spec.name) for block, specs in blocks.items() for spec in specs if not spec.trainable]
     settings: dict[str, dict[str, Any]] = {
         "trainer": {"global_batch": loop.global_batch, "seed": loop.seed, "frozen": frozen or None},
+        # No value is as good as one that is off: a run may have been saved before there was the setting.
         "config": {name: getattr(config, name) or None for name in _RECORDED},
         "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
         "wrapped_model": _model_settings(wrapped),

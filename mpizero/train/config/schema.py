@@ -10,7 +10,7 @@ configuration with that of its checkpoint, and decide which settings a resumed r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
 
 from mpizero._util.checks import flag, number, whole
@@ -219,6 +219,11 @@ def section_kind(title: str, tables: Tables) -> type[ConfigSection]:
     return plain.get(title, ConfigSection)
 
 
+def defaults_of(kind: type[ConfigSection]) -> dict[str, Any]:
+    """Return the settings of a section that have a default, with it. Not collective."""
+    return {item.name: item.default for item in fields(kind) if item.default is not MISSING}
+
+
 def section_kinds() -> list[type[ConfigSection]]:
     """Return the classes of all sections that have a fixed set of keys. Not collective."""
     optimizers = map(optimizer_section, OPTIMIZERS)
@@ -242,11 +247,16 @@ def _resume_rule(key: str, config: Tables) -> Resume:
 def mathematics(config: Tables) -> dict[str, Any]:
     """Return the settings that determine the result of training, by keys such as ``train.seed``.
 
-    ``config`` is the result of :meth:`RunConfig.to_dict`. Other settings may differ between a saved run and the run
+    ``config`` is the result of :meth:`RunConfig.to_dict`. A setting that it lacks, because the run was saved before
+    there was the setting, has its default. Other settings may differ between a saved run and the run
     that resumes it, because they do not change the mathematics, at most the rounding of sums (in tensor and context
     groups, and on GPUs). Training data are compared by content, not by path.
     """
-    flat = {f"{section}.{key}": value for section, keys in config.items() for key, value in keys.items()}
+    flat = {
+        f"{section}.{key}": value
+        for section, keys in config.items()
+        for key, value in (defaults_of(section_kind(section, config)) | dict(keys)).items()
+    }
     if flat.get("optimizer.schedule") in ("linear", "cosine"):
         flat[LENGTH] = flat.get(LENGTH) or flat.get("train.steps")
     else:
