@@ -12,7 +12,7 @@ exchange is cut into :class:`Segment` objects. Finally each owner adds the parti
 are gathered by :func:`gather_spans` and its variants: each owner sends its elements to all ranks. A :class:`Codec`
 compresses float32 values: to 16 bits, to 8 bits with one scale for each block, or by top-k.
 
-[Note: rounded sums] A sum can be rounded to bfloat16 after each of its additions (``rounds``), by whichever rank
+[Note: rounded sums] A sum can be rounded to bfloat16 after each of its additions (``rounded``), by whichever rank
 computes it, also within a node and on one process. If the gradients of the grains are rounded, too, every partial sum
 is a bfloat16 number, and is sent in 16 bits without loss. So the sum has the same bits on any ranks, as without
 rounding, though other bits than without.
@@ -154,7 +154,7 @@ class ExactExchange:
         codec as many compressed ones.
     elements : int or None
         Number of elements of one segment, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
-    rounds : bool
+    rounded : bool
         Whether sums are rounded to bfloat16, but for the elements :attr:`RowsToSum.exact`; see [Note: rounded sums].
     """
 
@@ -165,9 +165,9 @@ class ExactExchange:
         scratch: Scratch = fresh,
         elements: int | None = None,
         *,
-        rounds: bool = False,
+        rounded: bool = False,
     ) -> None:
-        self.comm, self.codec, self.scratch, self.elements, self.rounds = comm, codec, scratch, elements, rounds
+        self.comm, self.codec, self.scratch, self.elements, self.rounded = comm, codec, scratch, elements, rounded
 
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
@@ -210,7 +210,7 @@ class ExactExchange:
 
     def programs(self, programs: Sequence[Program], form: Codec | None) -> list[Array]:
         """Return tree programs as arrays, for elements that the codec ``form`` compresses. Not collective."""
-        return [program_array(program, rounded=self.rounds and form is not None) for program in programs]
+        return [program_array(program, rounded=self.rounded and form is not None) for program in programs]
 
     def both_programs(self, program: Program) -> tuple[Array, Array]:
         """Return a tree program for elements whose sums are not rounded, and for those whose sums are.
@@ -218,7 +218,7 @@ class ExactExchange:
         Not collective.
         """
         exact = program_array(program)
-        return exact, program_array(program, rounded=True) if self.rounds else exact
+        return exact, program_array(program, rounded=True) if self.rounded else exact
 
     def begin_segment(self, segment: Segment, *, wait: bool = False, buffers: int = 0) -> Arriving:
         """Compute this rank's partial sums of a segment and start to exchange them.
@@ -291,12 +291,12 @@ class ExactExchange:
                     offset += arriving
             return matrix
 
-        return Arriving(request, unpack, segment.windows[me], rounded=self.rounds)
+        return Arriving(request, unpack, segment.windows[me], rounded=self.rounded)
 
     def _in_place(self, rows: RowsToSum) -> Iterator[RowRange]:
         """Yield a RowRange for each range of elements that this rank, of the only group, owns."""
         for position, span in span_positions(rows.ranges[0]):
-            for part, exact in span.split(rows.exact) if self.rounds else [(span, True)]:
+            for part, exact in span.split(rows.exact) if self.rounded else [(span, True)]:
                 at = position + part.start - span.start
                 yield RowRange(rows.values, part.start, part.start, at, part.size, not exact)
 

@@ -2,7 +2,7 @@
 
 :class:`FlatOptimizer` is the base class of mpizero's optimizers; a :class:`ParameterGroup` has other settings for some
 parameters. SGD, Adam, AdamW and RMSprop are defined as in PyTorch. :func:`adapt` gives a user's own optimizer the same
-interface, and :func:`copying` adds copies of the parameters to an optimizer's state: a moving average, or masters.
+interface, and :func:`with_copies` adds a moving average of the parameters, or master weights, to an optimizer's state.
 :func:`state_specs` tells which arrays of state an optimizer keeps for a parameter. :func:`clip_factor` computes the
 factor of clipping by the global norm, and :class:`DynamicLossScale` has the rules of loss scaling.
 """
@@ -809,7 +809,7 @@ EMA = "ema"
 
 
 class CopyingOptimizer:
-    """Serve as base class of optimizers that run another one, and keep an array ``copy`` made of the parameters.
+    """Serve as base class of optimizers that run another one, and keep an array made of the parameters.
 
     The array begins with the values that the parameters have before the first step. It is one more array of the
     optimizer's state, so it is sharded, saved and loaded with this state. All other attributes are those of ``inner``,
@@ -817,12 +817,12 @@ class CopyingOptimizer:
     """
 
     #: Name of the array in the state.
-    copy: ClassVar[str]
+    slot: ClassVar[str]
 
     def __init__(self, inner: Any) -> None:
-        if self.copy in (*inner.slots, *tensor_slots(inner)):
+        if self.slot in (*inner.slots, *tensor_slots(inner)):
             taken = f"{optimizer_name(inner)} has a state array of this name already; call it otherwise"
-            raise ConfigError(f"{self.copy}: {taken}")
+            raise ConfigError(f"{self.slot}: {taken}")
         self.inner = inner
         self._step = 0
 
@@ -839,7 +839,7 @@ class CopyingOptimizer:
     @property
     def slots(self) -> tuple[str, ...]:
         """Names of the wrapped optimizer's state arrays, and of the copy."""
-        return (*self.inner.slots, self.copy)
+        return (*self.inner.slots, self.slot)
 
     def hyper(self, step: int, group: int, dtype: Any, lr: float | None = None) -> Array:
         """Return the wrapped optimizer's scalars for the update in ``step`` (from 1)."""
@@ -849,33 +849,33 @@ class CopyingOptimizer:
 
     def _begin(self, w: Array, state: Mapping[str, Array]) -> None:
         if self._step == 1:
-            state[self.copy][:] = w
+            state[self.slot][:] = w
 
 
 #: Name of the state array with the parameters that were not rounded, and its name in checkpoints.
-MASTERS = "masters"
+MASTER_WEIGHTS = "master_weights"
 
 
-class MasterOptimizer(CopyingOptimizer):
-    """Run an optimizer on copies of the parameters, the *masters*, which are not rounded when the parameters are.
+class MasterWeightOptimizer(CopyingOptimizer):
+    """Run an optimizer on *master weights*: copies of the parameters that are not rounded when the parameters are.
 
-    After an update the parameters are copied from the masters; then the store rounds them. See Micikevicius et al.
-    2018, *Mixed precision training*, section 3.1.
+    After an update the parameters are copied from the master weights; then the store rounds them. See Micikevicius et
+    al. 2018, *Mixed precision training*, section 3.1.
     """
 
-    copy = MASTERS
+    slot = MASTER_WEIGHTS
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update masters and state in place from the gradient ``g``, and copy the masters to the parameters ``w``."""
+        """Update master weights and state from the gradient ``g``, and copy the former to the parameters ``w``."""
         self._begin(w, state)
-        self.inner.apply(state[MASTERS], g, state, hyper, threads)
-        w[:] = state[MASTERS]
+        self.inner.apply(state[MASTER_WEIGHTS], g, state, hyper, threads)
+        w[:] = state[MASTER_WEIGHTS]
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update masters and state from the averaged gradient of ``rows``, and copy the masters to ``w``."""
+        """Update master weights and state from the averaged gradient of ``rows``, and copy the former to ``w``."""
         self._begin(w, state)
-        self.inner.apply_tree(rows, state[MASTERS], state, hyper, threads)
-        w[:] = state[MASTERS]
+        self.inner.apply_tree(rows, state[MASTER_WEIGHTS], state, hyper, threads)
+        w[:] = state[MASTER_WEIGHTS]
 
 
 class AveragingOptimizer(CopyingOptimizer):
@@ -892,7 +892,7 @@ class AveragingOptimizer(CopyingOptimizer):
         Between 0 and 1.
     """
 
-    copy = EMA
+    slot = EMA
 
     def __init__(self, inner: Any, decay: float) -> None:
         super().__init__(inner)
@@ -926,8 +926,8 @@ class AveragingOptimizer(CopyingOptimizer):
         jit.run_range(kernels.backend(w).update.ema, (w, average, rate), 0, w.size, threads)
 
 
-def copying(optimizer: Any, *, ema: float | None, masters: bool) -> Any:
-    """Adapt an optimizer; it also keeps an average of the parameters unless ``ema`` is None, or masters.
+def with_copies(optimizer: Any, *, ema: float | None, masters: bool) -> Any:
+    """Adapt an optimizer; it also keeps an average of the parameters unless ``ema`` is None, or master weights.
 
     Raises
     ------
@@ -941,7 +941,7 @@ def copying(optimizer: Any, *, ema: float | None, masters: bool) -> Any:
             "element by itself, such as AdamW, or leave wire_parameters out"
         )
     if masters:
-        return MasterOptimizer(adapted)
+        return MasterWeightOptimizer(adapted)
     return adapted if ema is None else AveragingOptimizer(adapted, ema)
 
 
@@ -953,7 +953,7 @@ def plain(optimizer: Any) -> Any:
 def state_specs(optimizer: Any, spec: ParameterSpec) -> dict[str, ParameterSpec]:
     """Return the state arrays of a parameter by slot, each described by a spec with the parameter's name.
 
-    ``optimizer`` is one that :func:`mpizero.optim.elementwise.copying` returned. A parameter that is not optimized
+    ``optimizer`` is one that :func:`mpizero.optim.elementwise.with_copies` returned. A parameter that is not optimized
     has no state arrays.
 
     Raises

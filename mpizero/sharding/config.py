@@ -236,7 +236,7 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         (docs/nodes.md). Needs a float32 model. Statistics of samples, such as running means, are not rounded.
     wire_parameters : bool
         Whether parameters, too, are rounded to bfloat16 after each update, and sent in 16 bits. Updates are made to
-        *masters* in float32, which are one more array of the optimizer state. Needs ``wire``, an optimizer that
+        *master weights* in float32, which are one more array of the optimizer state. Needs ``wire``, an optimizer that
         updates each element by itself, and a model without statistics of samples; not with ``ema``.
     bucket_mb : float or None
         MiB of a bucket: of partial sums of gradients that nodes (ranks if they share no memory) exchange at once. Up

@@ -282,7 +282,7 @@ class StagedUpdater(DeviceUpdater):
 
 
 def updates_on_device(config: Config, optimizer: Any) -> bool:
-    """Tell whether an optimizer, returned by ``optim.elementwise.copying``, runs on a GPU. Not collective.
+    """Tell whether an optimizer, returned by ``optim.elementwise.with_copies``, runs on a GPU. Not collective.
 
     The optimizer runs and keeps its state there if layers compute on a GPU, it is one of the library's that updates no
     whole tensors, and ``optimizer_device`` is not "cpu".

@@ -353,7 +353,7 @@ class Engine(PlacedModel):
         return agreed or not self.partitioned.splits_layers or isinstance(error, DataError | RemoteError)
 
     def begin_copies(self) -> None:
-        """Restart the moving average of the parameters, and masters, from the present ones: the user has set them.
+        """Restart moving average and master weights from the present parameters, because the user has set them.
 
         Not collective. Rank 0 prints a notice of the average the first time.
         """

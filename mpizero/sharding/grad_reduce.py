@@ -160,7 +160,7 @@ class ReduceScatterMicroBatch(MicroBatch):
         if self.number == buffer.accumulate - 1:
             if self._in_grain:
                 buffer.grain_sum.finish(gradients, base)
-                buffer.exchange.round(gradients, base)
+                buffer.exchange.round_gradients(gradients, base)
             with buffer.timeline.span("reduction", unit):
                 buffer.reduce_scatter(unit, self._round)
 
@@ -648,11 +648,11 @@ class AllReduceBuffer:
             self.grain_sum.add(part, start, number)
             if last:
                 self.grain_sum.finish(part, start)
-                self.exchange.round(part, start)
+                self.exchange.round_gradients(part, start)
                 for target in step.targets:
                     total = self.row(target)[start:stop]
                     total += part
-                    self.exchange.round(total, start)
+                    self.exchange.round_gradients(total, start)
                     part = total
 
     def parts_of(self, row: int | None, unit: Unit, block: str) -> list[Array]:
@@ -1054,11 +1054,11 @@ class GradientExchange(ExactExchange):
         wire: str | None = None,
         ties: bool = False,
     ) -> None:
-        super().__init__(store.grid.gradients, None, store.memory.scratch, elements, rounds=wire is not None)
+        super().__init__(store.grid.gradients, None, store.memory.scratch, elements, rounded=wire is not None)
         self.memory, self.shards, self.dtype, self.placement = store.memory, store.group_shards, store.dtype, placement
         self.replicated, self.exact, self.wire = not placement.shard_optimizer, exact, wire
         #: Whether DDP sends sums to all peers before it divides them by the weight, while they are bfloat16 numbers.
-        self.sends_totals = self.rounds and self.replicated and self.comm.size > 1 and not ties
+        self.sends_totals = self.rounded and self.replicated and self.comm.size > 1 and not ties
         self._residual = self._next = np.empty(0, np.float32)
         self.compress(compression)
 
@@ -1078,12 +1078,12 @@ class GradientExchange(ExactExchange):
         self._residual, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
         self.forget()
 
-    def round(self, values: Array, start: int) -> None:
+    def round_gradients(self, values: Array, start: int) -> None:
         """Round gradients in place, if sums are rounded; ``start`` is the index of the first in the gradient vector.
 
         Not collective.
         """
-        for part, exact in Span(start, start + values.size).split(self.exact) if self.rounds else ():
+        for part, exact in Span(start, start + values.size).split(self.exact) if self.rounded else ():
             if not exact:
                 kernels.backend(values).update.round_bfloat16(values[part.start - start : part.stop - start])
 
@@ -1189,7 +1189,7 @@ class GradientExchange(ExactExchange):
         Collective over the peers. ``spans`` holds the ranges of every peer.
         """
         plain = spans
-        if self.codec is not None and self.comm.size > 1 and self.sends_totals is self.rounds:
+        if self.codec is not None and self.comm.size > 1 and self.sends_totals is self.rounded:
             plain, packed = (
                 [
                     [part for span in ranges for part, exact in span.split(self.exact) if exact is chosen]

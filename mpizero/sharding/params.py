@@ -630,7 +630,7 @@ class ParameterStore:
         The data type of all parameters.
     timeline : Timeline, optional
         Records when units are gathered, and when updated parameters are sent.
-    rounds : bool
+    rounded : bool
         Whether float32 parameters are rounded to bfloat16 whenever they change, and are sent in 16 bits.
 
     Attributes
@@ -650,10 +650,10 @@ class ParameterStore:
         dtype: Any,
         *,
         timeline: Timeline | None = None,
-        rounds: bool = False,
+        rounded: bool = False,
     ) -> None:
         self.layout, self.grid, self.memory, self.dtype = layout, grid, memory, np.dtype(dtype)
-        self.timeline, self._rounds = timeline or Timeline(), rounds
+        self.timeline, self._rounded = timeline or Timeline(), rounded
         self.sharded = sharded and grid.inter_node.size > 1
         self.shard = Shard(layout, grid.data.rank, grid.data.size)
         members = [Shard(layout, rank, grid.data.size) for rank in grid.node_ranks]
@@ -776,13 +776,13 @@ class ParameterStore:
         """
         with self.timeline.span("publication"):
             self.wait()
-            if self._rounds:
+            if self._rounded:
                 self._round((self.shard,) if exchange else self.group_shards)
             started = []
             if exchange and self._regions:
                 started = [
                     ParameterAllGather(
-                        self.grid, self.memory, self._values, self._regions, self.group_shards, halves=self._rounds
+                        self.grid, self.memory, self._values, self._regions, self.group_shards, halves=self._rounded
                     )
                 ]
             self.memory.barrier("all-gather")
@@ -889,7 +889,7 @@ class ParameterStore:
         """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
         spans = [self._buffer_spans(unit, shard) for shard in self.group_shards]
         sent, target = self._sent(unit), self._buffers[self._next]
-        self._coming = unit, begin_gather(self.grid.inter_node, sent, target, spans, halves=self._rounds)
+        self._coming = unit, begin_gather(self.grid.inter_node, sent, target, spans, halves=self._rounded)
 
     def _bring(self, unit: Unit) -> int:
         """Finish gathering a unit, and return the number of its slot. Collective over the data group."""

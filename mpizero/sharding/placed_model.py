@@ -23,7 +23,7 @@ from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.arrays import keep_freed_memory
 from mpizero.nn.layer import start_integers
-from mpizero.optim.elementwise import LossScaleState, copying
+from mpizero.optim.elementwise import LossScaleState, with_copies
 from mpizero.sharding.batch import DynamicScheduler, GrainScalars
 from mpizero.sharding.config import (
     Config,
@@ -207,7 +207,7 @@ class PlacedModel:
             placement.shard_parameters,
             self.dtype,
             timeline=self.timeline,
-            rounds=config.wire_parameters,
+            rounded=config.wire_parameters,
         )
         blocks = [block for chunk in self.partitioned.chunks for block in self.partitioned.cuts[chunk]]
         self.integers = self.store.integers = IntegerState(self.model, blocks, grid)
@@ -289,7 +289,7 @@ class PlacedModel:
         with all_ranks(self.grid.world, first=True):
             self.exchange.compress(self.config.gradient_compression)
             scope = UpdateScope(self.exchange.replicated, not self.reducer.in_rounds, self.global_sums, self.ties)
-            wrapped = copying(optimizer, ema=self.config.ema, masters=self.config.wire_parameters)
+            wrapped = with_copies(optimizer, ema=self.config.ema, masters=self.config.wire_parameters)
             if wrapped.needs_vectors:
                 from mpizero.sharding.vectors import check_vector_method
 

@@ -23,7 +23,7 @@ from mpizero.layout.flat import FlatLayout
 from mpizero.layout.sum_tree import Program, TreeNode, cover, evaluate, leaves_program, merge
 from mpizero.layout.tensor_parts import PartRows, elements_within, row_runs, take_rows, tile_rows
 from mpizero.optim import elementwise
-from mpizero.optim.elementwise import EMA, MASTERS, tensor_slots
+from mpizero.optim.elementwise import EMA, MASTER_WEIGHTS, tensor_slots
 from mpizero.sharding.batch import Divisors
 from mpizero.sharding.params import (
     ParameterStore,
@@ -76,7 +76,7 @@ class Updater:
     Parameters
     ----------
     optimizer : optimizer
-        The optimizer, as returned by :func:`mpizero.optim.elementwise.copying`.
+        The optimizer, as returned by :func:`mpizero.optim.elementwise.with_copies`.
     store : ParameterStore
         Holds the parameters.
     scope : UpdateScope
@@ -383,8 +383,8 @@ class Updater:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """The slots of the optimizer state that begin with the parameters: moving average and masters."""
-        return tuple(slot for slot in (EMA, MASTERS) if slot in self.state)
+        """The slots of the optimizer state that begin with the parameters: moving average and master weights."""
+        return tuple(slot for slot in (EMA, MASTER_WEIGHTS) if slot in self.state)
 
     def begin_copies(self, state: Mapping[str, Array]) -> None:
         """Set the copies in ``state`` (from :meth:`host_state`) to this rank's parameters on the host."""
@@ -437,7 +437,7 @@ def state_sizes(
     Parameters
     ----------
     optimizer : optimizer
-        The optimizer, as returned by :func:`mpizero.optim.elementwise.copying`.
+        The optimizer, as returned by :func:`mpizero.optim.elementwise.with_copies`.
     size : int
         Number of parameter elements that the rank updates.
     elementwise : iterable of UpdateRun

@@ -57,7 +57,7 @@ class TensorUpdater:
     Parameters
     ----------
     optimizer : TensorOptimizer
-        The matrix optimizer, as returned by :func:`mpizero.optim.elementwise.copying`.
+        The matrix optimizer, as returned by :func:`mpizero.optim.elementwise.with_copies`.
     store, plan, pieces
         As in :class:`.TensorExchange`.
     """

@@ -25,7 +25,7 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.mesh import group_buffers
 from mpizero.data import batches
 from mpizero.layout.flat import FlatLayout
-from mpizero.optim.elementwise import copying, state_size
+from mpizero.optim.elementwise import state_size, with_copies
 from mpizero.sharding import Config, Model, distribute
 from mpizero.sharding.config import placement
 from mpizero.sharding.partition import blocks_of
@@ -440,7 +440,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     with users_modules(config):
         _, model, _, _ = model_and_sample(config)
     specs = [entry.spec for entry in FlatLayout.build(blocks_of(model)).parameters]
-    optimizer = copying(build_optimizer(config), ema=config.train.ema, masters=config.train.wire_parameters)
+    optimizer = with_copies(build_optimizer(config), ema=config.train.ema, masters=config.train.wire_parameters)
     elements: int = sum(spec.size + state_size(optimizer, spec) for spec in specs)
     return int(elements * np.dtype(model.dtype).itemsize)
 

@@ -32,7 +32,7 @@ from mpizero._util.pytree import SampleTree
 from mpizero.comm.reduce import IN_FLIGHT
 from mpizero.kernels.gpu import STAGING
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
-from mpizero.optim.elementwise import EMA, copying, tensor_state_size
+from mpizero.optim.elementwise import EMA, tensor_state_size, with_copies
 from mpizero.sharding.config import (
     Config,
     Placement,
@@ -465,7 +465,7 @@ class TrainingPlan:
         return PlannedTraining(
             row=row,
             config=self.config,
-            optimizer=copying(self.optimizer, ema=self.config.ema, masters=self.config.wire_parameters),
+            optimizer=with_copies(self.optimizer, ema=self.config.ema, masters=self.config.wire_parameters),
             step=StepBatches(self.grains, self.config.accumulate, in_rounds, scratch, dynamic),
             itemsize=np.dtype(self.model.dtype).itemsize,
             sample_bytes=tuple(leaf[:1].nbytes for leaf in SampleTree.of(x=self.x, y=self.y).leaves),

@@ -125,7 +125,7 @@ def test_gradients_take_half_the_bytes_and_parameters_if_they_are_rounded_too(st
         assert halves["gather"]
 
 
-def test_small_updates_of_rounded_parameters_add_up_in_their_masters() -> None:
+def test_small_updates_of_rounded_parameters_add_up_in_their_master_weights() -> None:
     """Each update is less than half of the distance to the next bfloat16 number, so by itself it changes nothing."""
     start = {"w": np.ones(3, np.float32)}
     function = mz.FunctionModel(start, lambda p, batch: (0.0, {"w": np.ones(3)}, float(len(batch[0]))))
@@ -139,7 +139,7 @@ def test_small_updates_of_rounded_parameters_add_up_in_their_masters() -> None:
     assert len(set(seen)) < 8
 
 
-def test_a_resumed_run_has_masters_and_the_bits_of_one_without_a_break(tmp_path: Path) -> None:
+def test_a_resumed_run_has_master_weights_and_the_bits_of_one_without_a_break(tmp_path: Path) -> None:
     def steps(model: Any, comm: Any, numbers: range) -> None:
         for number in numbers:
             model.train(*part(comm, *points(8, seed=number)))
@@ -163,7 +163,7 @@ def test_a_resumed_run_has_masters_and_the_bits_of_one_without_a_break(tmp_path:
     on_layouts(check, covering((1, 3), STRATEGIES, MEMORIES))
 
 
-def test_parameters_that_are_set_are_rounded_and_masters_begin_with_them_again() -> None:
+def test_parameters_that_are_set_are_rounded_and_master_weights_begin_with_them_again() -> None:
     def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
         settings = {"micro_batch": 1, "wire_parameters": True, **WIRE, **memory}
         with sharded(strategy, comm, mlp(), mz.SGD(lr=0.1), **settings) as model:
