@@ -465,7 +465,10 @@ def test_bytes_of_messages_are_those_of_connections_with_other_hosts_without_tho
         while (gained := [counts()[ends] - before[ends] for ends in before]) != [7, 7] and time.monotonic() < limit:
             time.sleep(0.01)  # until it is acknowledged
         assert gained == [7, 7]
-        assert len(os.listdir("/proc/self/fd")) == len(opened)
+        for _ in range(50):
+            counts()
+        # The server's thread closes and opens some of its own; a count that left one open would leave fifty.
+        assert len(os.listdir("/proc/self/fd")) < len(opened) + 50
 
 
 def test_bytes_are_counted_once_a_second_and_told_as_a_transfer_while_a_rank_waits():
