@@ -36,6 +36,8 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 ANSWER = "the answer is "
 #: Seconds within which the processes of a job must end after its launcher; seconds that a job has if nothing is said.
 LAST, LIMIT = 15.0, 3600.0
+#: The kernel's flag PF_KTHREAD, in the ninth field of /proc/PID/stat.
+KERNEL_THREAD = 0x00200000
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Job:
             cwd=cwd,
             start_new_session=True,
         )
+        self._began = _started(f"/proc/{self.process.pid}")
 
     def processes(self) -> dict[int, int]:
         """Return the rank of each living process of the job by process id; -1 for launchers and tracers."""
@@ -135,11 +138,24 @@ class Job:
             if not entry.name.isdecimal():
                 continue
             with contextlib.suppress(OSError):
-                environment = Path(entry.path, "environ").read_bytes().split(b"\0")
+                environment = self._environment(entry.path)
                 if self._mark in environment and _alive(entry.path):
                     ranks = [v.partition(b"=")[2] for v in environment if v.split(b"=")[0].decode() in RANKS]
                     found[int(entry.name)] = int(ranks[0]) if ranks else -1
         return found
+
+    def _environment(self, folder: str) -> list[bytes]:
+        """Return the environment of a process.
+
+        It is empty for a moment where the process is on its way from one program to the next, so one that can be the
+        job's, and has none, is read again for a while.
+        """
+        until = time.monotonic() + 0.5
+        while not (found := Path(folder, "environ").read_bytes()) and time.monotonic() < until:
+            if not _alive(folder) or _started(folder) < self._began:
+                break
+            time.sleep(0.001)
+        return found.split(b"\0")
 
     def kill(self, whom: str) -> None:
         """Kill processes by SIGKILL; ``whom`` is "launcher", "all" (all ranks) or "rank N"."""
@@ -183,7 +199,17 @@ class Job:
 
 
 def _alive(folder: str) -> bool:
-    return Path(folder, "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return _stat(folder)[0] not in "ZX"
+
+
+def _started(folder: str) -> int:
+    """Return when a process was started, in ticks since the machine's start; 0 for a thread of the kernel."""
+    stat = _stat(folder)
+    return 0 if int(stat[6]) & KERNEL_THREAD else int(stat[19])
+
+
+def _stat(folder: str) -> list[str]:
+    return Path(folder, "stat").read_text().rpartition(")")[2].split()
 
 
 def _kill(pid: int) -> None:
