@@ -21,6 +21,18 @@ find_python() {
     fail "mpizero needs Python 3.11 or newer; set PYTHON=/path/to/python"
 }
 
+# add_part [PART]: what follows --only; PART must be one of PARTS, and is added to ONLY.
+add_part() {
+    [ $# -gt 0 ] || fail "--only needs a part: ${PARTS[*]}"
+    require_part --only "$1"
+    ONLY+=("$1")
+}
+
+# require_part WHERE PART: an error if PART, which stands in WHERE, is none of PARTS.
+require_part() {
+    [[ " ${PARTS[*]} " == *" $2 "* ]] || fail "$1: unknown part '$2'; there are: ${PARTS[*]}"
+}
+
 can_apt() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null
 }

@@ -1,6 +1,10 @@
 """Train a model that is too large for one process with limited memory on several processes with the same limit each.
 
     python scripts/memory_limit.py [--layers 40] [--ranks 4] [--limit-mb 300] [--launcher "MPIEXEC PYTHON"]
+    python scripts/memory_limit.py --volume 96 --steps 2
+
+With ``--volume`` the model is a U-Net, which is small, and each sample a cube of so many positions along each axis:
+ranks share its space, ``mz.Mesh(domain=...)``.
 
 Three trainings of one model run, all with FSDPModel (ZeRO-3) and ``share_node_memory=False``: on one process without a
 limit, on one process with the limit, and on --ranks processes with the same limit each. The limit is on the memory that
@@ -38,6 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--limit-mb", type=float, default=300.0, help="for each process (default: %(default)s)")
+    parser.add_argument("--volume", type=int, default=0, help="extents of a cube, in place of --width and --layers")
     parser.add_argument("--launcher", metavar="'MPIEXEC PYTHON'")
     parser.add_argument("--worker", choices=("free", "limited"), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -73,16 +78,51 @@ def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> d
     return {"losses": losses, "sha256": digest, "parameters": count, "ranks": everyone}
 
 
+#: The cut of a cube by the number of ranks.
+CUTS = {1: (), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
+
+
+def train_volume(extent: int, steps: int) -> dict[str, Any]:
+    """Train a U-Net on cubes that all ranks share, and return a document as :func:`train` does. Collective."""
+    import numpy as np
+    from mpi4py import MPI
+
+    import mpizero as mz
+    from mpizero.train.machine import peak_growth, proportional_growth
+
+    space, cut = (extent,) * 3, CUTS[MPI.COMM_WORLD.Get_size()]
+    net = mz.nn.UNet(1, 1, axes=3, width=16, levels=3, groups=4, space=space)
+    config = mz.Config(micro_batch=1)
+    with (
+        mz.Mesh(domain=cut, share_node_memory=False) as mesh,
+        peak_growth() as rss,
+        proportional_growth(0.05) as pss,
+        mz.distribute(net, mz.AdamW(lr=1e-3), "zero3", mesh=mesh, config=config) as model,
+    ):
+        axes = [np.arange(extent)[part] for part in (mesh.slab(space) if cut else (slice(None),) * 3)]
+        losses = []
+        for step in range(steps):
+            waves = [np.sin((0.1 + 0.03 * axis) * (at + step)) for axis, at in enumerate(axes)]
+            x = (waves[0][:, None, None] + waves[1][:, None] + waves[2])[None, ..., None].astype(np.float32)
+            losses.append(model.train(x, x * x).hex())
+        digest, count, counted = model.parameters_sha256(), model.parameter_count, model._engine.memory.peak_bytes
+        everyone = mesh.communicator.allgather_object({"counted": counted, "pss": pss[0], "rss": rss[0]})
+    return {"losses": losses, "sha256": digest, "parameters": count, "ranks": everyone}
+
+
 def worker(options: argparse.Namespace) -> None:
     """Run as one rank of a training, with the limit if ``options.worker`` is "limited"; rank 0 prints the result."""
     from mpi4py import MPI
 
     from mpizero.train.machine import allocated
 
-    train(options, 8, 1, 1)  # loads libraries and kernels before the limit is set
+    def trained(extent: int, width: int, layers: int, steps: int) -> dict[str, Any]:
+        return train_volume(extent, steps) if options.volume else train(options, width, layers, steps)
+
+    trained(8, 8, 1, 1)  # loads libraries and kernels before the limit is set
     if options.worker == "limited":
         resource.setrlimit(resource.RLIMIT_DATA, (allocated() + int(options.limit_mb * MB),) * 2)
-    found = train(options, options.width, options.layers, options.steps)
+    found = trained(options.volume, options.width, options.layers, options.steps)
     if MPI.COMM_WORLD.Get_rank() == 0:
         answer(found)
 
@@ -92,7 +132,7 @@ def worker(options: argparse.Namespace) -> None:
 
 def ended(mpi: Mpi, options: argparse.Namespace, kind: str, ranks: int) -> Ended:
     """Run one training on ``ranks`` ranks, and return how it ended; ``kind`` is "free" (no limit) or "limited"."""
-    names = ("width", "layers", "samples", "steps", "limit_mb")
+    names = ("width", "layers", "samples", "steps", "limit_mb", "volume")
     words = [word for name in names for word in (f"--{name.replace('_', '-')}", getattr(options, name))]
     return run(mpi.command(ranks, [Path(__file__).resolve(), "--worker", kind, *words]), limit=600.0)
 

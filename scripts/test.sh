@@ -54,9 +54,7 @@ while [ $# -gt 0 ]; do
     case $1 in
         --quick) QUICK=true ;;
         --only)
-            [ $# -gt 1 ] || fail "--only needs a part: ${PARTS[*]}"
-            [[ " ${PARTS[*]} " == *" $2 "* ]] || fail "unknown part '$2'; there are: ${PARTS[*]}"
-            ONLY+=("$2")
+            add_part "${@:2:1}"
             shift
             ;;
         --help | -h) usage && exit 0 ;;
@@ -67,7 +65,7 @@ done
 $QUICK && [ ${#ONLY[@]} -eq 0 ] && ONLY=(lint types serial mpich)
 [ ${#ONLY[@]} -gt 0 ] || ONLY=("${PARTS[@]}")
 for part in ${SKIP_PARTS:-}; do
-    [[ " ${PARTS[*]} " == *" $part "* ]] || fail "SKIP_PARTS: unknown part '$part'; there are: ${PARTS[*]}"
+    require_part SKIP_PARTS "$part"
 done
 
 VENV=${TEST_VENV:-$PWD/.venv-test}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two hosts on one machine: network namespaces joined by a bridge, a link of a given speed between them, and a command
-# that MPI runs across both.
+# Two hosts, or more, on one machine: network namespaces joined by a bridge, each with a link of a given speed to it, and
+# a command that MPI runs across all.
 #
 # Everything made here lives in namespaces that end with this script, also when it is killed: one of processes around
 # all, and for each host those of network, host name, System V IPC and mounts (with a /dev/shm of its own).
@@ -8,8 +8,7 @@ set -euo pipefail
 SELF=$(readlink -f "$0")
 . "$(dirname "$SELF")/environment.sh"
 
-HOSTS=(host1 host2)
-RATE=1gbit DELAY=0.2ms PER_HOST=2 MPI=mpich COUNT=false ONCE=false
+NUMBER=2 RATE=1gbit DELAY=0.2ms PER_HOST=2 MPI=mpich COUNT=false ONCE=false
 
 usage() {
     cat <<'HELP'
@@ -17,6 +16,7 @@ usage: scripts/two_hosts.sh [OPTION]... -- COMMAND [ARGUMENT]...
 
 Runs COMMAND under mpiexec on host1 and host2, which share this machine's cores and files and nothing else.
 
+  --hosts N             host1 to hostN, 2 to 9 (2)
   --rate RATE           of the link, each way, as tc writes it (1gbit)
   --delay TIME          of the link, one way (0.2ms; 0 for none); needs a kernel with netem
   --unshaped            as fast as the machine can copy
@@ -46,7 +46,8 @@ wrong() {
 parse() {
     while [ $# -gt 0 ]; do
         case $1 in
-            --rate | --delay | --ranks-per-host | --mpi) [ $# -gt 1 ] || wrong "$1 needs a value" ;;&
+            --hosts | --rate | --delay | --ranks-per-host | --mpi) [ $# -gt 1 ] || wrong "$1 needs a value" ;;&
+            --hosts) NUMBER=$2 && shift ;;
             --rate) RATE=$2 && shift ;;
             --delay) DELAY=$2 && shift ;;
             --unshaped) RATE='' DELAY=0 ;;
@@ -63,6 +64,8 @@ parse() {
     done
     COMMAND=("$@")
     [ ${#COMMAND[@]} -gt 0 ] || wrong "no COMMAND given"
+    [[ $NUMBER =~ ^[2-9]$ ]] || wrong "--hosts $NUMBER: must be a number from 2 to 9"
+    mapfile -t HOSTS < <(printf 'host%d\n' $(seq "$NUMBER"))
     [[ $PER_HOST =~ ^[1-9][0-9]*$ ]] || wrong "--ranks-per-host $PER_HOST: must be a positive integer"
     [[ $MPI == mpich || $MPI == openmpi ]] || wrong "--mpi $MPI: must be mpich or openmpi"
     [[ -z $RATE || $RATE =~ ^[0-9.]+[kmgt]?bit$ ]] || wrong "--rate $RATE: must be a rate such as 1gbit or 100mbit"

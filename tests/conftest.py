@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +21,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("mpizero")
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,3 +53,16 @@ def pytest_collection_finish() -> None:
     """Leave the thousands of collected tests out of later collections of garbage, which measurements ask for."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def example() -> Callable[[str], Any]:
+    """Import a program of ``examples/`` or its gallery, by its name."""
+
+    def load(name: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(EXAMPLES / "gallery")
+            patch.syspath_prepend(EXAMPLES)
+            return import_module(name)
+
+    return load

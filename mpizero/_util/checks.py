@@ -205,12 +205,15 @@ def unmasked_samples(value: T, path: str) -> T:
 
 
 def native(array: NDArray[Any]) -> NDArray[Any]:
-    """Return ``array`` in this machine's byte order, with zeros as padding bytes: itself, or a converted copy.
+    """Return ``array`` in this machine's byte order, with zeros as padding bytes: itself, a view, or a converted copy.
 
     Files of other machines may have the other byte order. NumPy computes with either, but MPI messages, checksums and
-    compiled code read the bytes as they are, and equal numbers must be equal bytes.
+    compiled code read the bytes as they are, and equal numbers must be equal bytes. Compiled code also refuses a dtype
+    that names this machine's order, "<", where NumPy's have "=": that of an array mapped from HDF5.
     """
     swapped = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    if swapped.dtype.byteorder in "<>":
+        swapped = swapped.view(swapped.dtype.newbyteorder("="))
     return swapped if has_plain_bytes(swapped) else _without_padding(swapped)
 
 

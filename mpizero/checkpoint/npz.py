@@ -14,7 +14,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from math import prod
 from typing import IO, Any
 
@@ -158,13 +158,28 @@ def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
 
 #: Kinds of elements that are numbers: booleans, integers, floating point, complex.
 NUMBERS = "biufc"
-_HEADERS: Mapping[tuple[int, int], Callable[[IO[bytes]], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
+Header = tuple[tuple[int, ...], bool, np.dtype[Any]]
+_HEADERS: Mapping[tuple[int, int], Callable[[IO[bytes]], Header]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 
 
-def read_header(member: IO[bytes], name: str, size: int) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _parsed(member: IO[bytes], parse: Callable[[IO[bytes]], Header], tries: int = 100) -> Header:
+    """Return ``parse(member)``; try again when another thread has disturbed Python's parser.
+
+    NumPy parses headers by ``ast.literal_eval``, which in Python 3.11.0 to 3.11.7 and 3.12.0 sometimes raises
+    SystemError if several threads call it (cpython 106905).
+    """
+    start = member.tell()
+    for _ in range(tries - 1):
+        with suppress(SystemError):
+            return parse(member)
+        member.seek(start)
+    return parse(member)
+
+
+def read_header(member: IO[bytes], name: str, size: int) -> Header:
     """Read the header of an array; return its shape, whether it is stored by columns, and its element type.
 
     ``name`` is the array's name in messages, ``size`` the number of bytes of header and elements.
@@ -178,7 +193,7 @@ def read_header(member: IO[bytes], name: str, size: int) -> tuple[tuple[int, ...
     version = np.lib.format.read_magic(member)
     if version not in _HEADERS:
         raise ValueError(f"{name!r:.80}: version {version} of .npy")
-    shape, by_columns, dtype = _HEADERS[version](member)
+    shape, by_columns, dtype = _parsed(member, _HEADERS[version])
     where = f"{name!r:.80}: {dtype!s:.80} of shape {shape!r:.80}"
     if dtype.kind not in NUMBERS or any(size < 0 for size in shape) or len(shape) > 32:
         raise ValueError(f"{where}: not an array of numbers")

@@ -74,9 +74,9 @@ def train(
     Returns
     -------
     dict
-        ``steps``, ``loss`` (of the last step), ``parameters_sha256``, ``ranks``, ``strategy``, ``tokens_per_second``
-        (None if samples have no tokens; ``samples_per_second`` is then another key), ``parameter_count`` and
-        ``layout``. See :meth:`~mpizero.train.setup.TrainingResult.to_dict` for more.
+        ``steps``, ``loss`` (of the last step), ``parameters_sha256``, ``bits``, ``ranks``, ``strategy``,
+        ``tokens_per_second`` (None if samples have no tokens; ``samples_per_second`` is then another key),
+        ``parameter_count`` and ``layout``. See :meth:`~mpizero.train.setup.TrainingResult.to_dict` for more.
 
     Raises
     ------

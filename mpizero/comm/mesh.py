@@ -20,6 +20,8 @@ from mpizero.layout.mesh import (
     by_node,
     inside_nodes,
     node_major,
+    order_inside_nodes,
+    shard_groups,
     uneven_counts,
 )
 
@@ -58,7 +60,12 @@ class ProcessGrid(NodeOrder):
         The ranks of ``data`` with the same number inside their nodes, one per node, in the order of ``nodes``.
     gradients : Communicator
         The ranks of ``inter_node`` again, for sums of gradients, whose exchanges begin while ranks compute. Parameters
-        are gathered over ``inter_node``, so the order of the two kinds of messages may differ from rank to rank.
+        are gathered over the other communicators, so the order of the two kinds of messages may differ from rank to
+        rank.
+    shard_group : Communicator
+        The ranks of ``inter_node`` in this rank's group of nodes, over which ZeRO-3 shards and gathers parameters.
+    replicas : Communicator
+        The ranks at this rank's place in each group of nodes, in the order of ``shard_groups``.
     nodes : tuple of tuple of int
         For every node of the data group, its ranks, numbered as in ``data``; nodes are ordered by their first rank.
     position : tuple of int
@@ -90,8 +97,11 @@ class ProcessGrid(NodeOrder):
     node: Communicator
     inter_node: Communicator
     gradients: Communicator
+    shard_group: Communicator
+    replicas: Communicator
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
+    shard_groups: tuple[tuple[int, ...], ...]
     is_open: bool = field(default=True, init=False)
     _ranks_per_node: int | None = field(default=None, repr=False)
     _made: dict[str, CommunicatorGroup] = field(default_factory=dict, init=False, repr=False)
@@ -103,6 +113,7 @@ class ProcessGrid(NodeOrder):
         *,
         share_node_memory: bool = True,
         ranks_per_node: int | None = None,
+        shard_nodes: int | None = None,
         axes: Axes | None = None,
     ) -> ProcessGrid:
         """Find the nodes of the job, and make the communicators of all groups.
@@ -110,13 +121,14 @@ class ProcessGrid(NodeOrder):
         Collective over ``world``. With ``share_node_memory=False`` every rank counts as a node of its own, and the
         inter-node group is the data group. Every rank also counts as its own node, and rank 0 prints a notice, when the
         nodes of a data group have unequal numbers of ranks. ``ranks_per_node=k`` cuts each real node into simulated
-        nodes of ``k`` consecutive ranks. ``axes=None`` means data parallelism over all ranks.
+        nodes of ``k`` consecutive ranks. ``shard_nodes=k`` shards parameters over groups of ``k`` nodes instead of over
+        all nodes. ``axes=None`` means data parallelism over all ranks.
 
         Raises
         ------
         GridError
-            If ``ranks_per_node`` is not a positive integer, or the product of the sizes of ``axes`` is not the size of
-            ``world``.
+            If ``ranks_per_node`` is not a positive integer, the product of the sizes of ``axes`` is not the size of
+            ``world``, or ``shard_nodes`` does not divide the nodes into groups of equally many ranks.
         """
         if ranks_per_node is not None and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
             raise GridError(f"ranks_per_node must be a positive integer or None, got {ranks_per_node!r}")
@@ -126,16 +138,28 @@ class ProcessGrid(NodeOrder):
             raise GridError(f"{sizes} needs {axes.size} ranks, the world has {world.size}")
         host = world.split_node(ranks_per_node, name="node") if share_node_memory else None
         hosts = tuple(range(world.size)) if host is None else _hosts(world, host)
+        uneven = uneven_counts(axes, hosts)
+        real = hosts
+        if shard_nodes is not None and host is None:
+            with world.split_node(ranks_per_node, name="nodes") as found:
+                real = _hosts(world, found)
+        try:
+            groups_of_nodes = shard_groups(axes, real, shard_nodes, share=host is not None and not uneven)
+        except GridError:  # on all ranks
+            if host is not None:
+                host.close()
+            raise
         alone: Communicator = InMemoryCommunicator.group(1, name="alone")[0]
         groups = _split(world, host, hosts, axes, alone)
         data = groups["data"]
-        if (uneven := uneven_counts(axes, hosts)) and world.rank == 0:
+        if uneven and world.rank == 0:
             whose = "" if data.size == world.size else " of a data group"
             notice(
                 f"nodes have {', '.join(map(str, uneven))} ranks{whose}; memory is shared only where all "
                 "nodes have the same number, so every rank keeps its own copy"
             )
         members = axes.group(world.rank, GROUPS["data"])
+        sharing = groups_of_nodes[members]
         nodes = by_node(range(data.size) if uneven else [hosts[rank] for rank in members])
         if data.size == 1 < world.size:
             node = data
@@ -150,10 +174,12 @@ class ProcessGrid(NodeOrder):
             alone if len(nodes) == 1 else data.split(node.rank, key=position[data.rank], name=name)
             for name in ("inter_node", "gradients")
         )
+        shard_group, replicas = _divide(inter_node, sharing, alone)
         coordinates = axes.coordinates(world.rank)
         return cls(
-            world, axes, coordinates, **groups, node=node, inter_node=inter_node, gradients=gradients, nodes=nodes,
-            position=position, _ranks_per_node=ranks_per_node,
+            world, axes, coordinates, **groups, node=node, inter_node=inter_node, gradients=gradients,
+            shard_group=shard_group, replicas=replicas, nodes=nodes, position=position, shard_groups=sharing,
+            _ranks_per_node=ranks_per_node,
         )  # fmt: skip
 
     @property
@@ -192,7 +218,8 @@ class ProcessGrid(NodeOrder):
     @cached_property
     def communicators(self) -> tuple[Communicator, ...]:
         """The communicators that the grid has made (not ``world``), each once, in the same order on every rank."""
-        communicators = (*(getattr(self, name) for name in GROUPS), self.node, self.inter_node, self.gradients)
+        between = (self.inter_node, self.gradients, self.shard_group, self.replicas)
+        communicators = (*(getattr(self, name) for name in GROUPS), self.node, *between)
         return tuple({id(communicator): communicator for communicator in communicators}.values())
 
     @property
@@ -239,12 +266,38 @@ def group_buffers(grid: ProcessGrid) -> dict[str, int]:
     return {"group buffers": sum(group.private_bytes + group.shared_bytes // group.size for group in groups)}
 
 
+def _tell_better_orders(axes: Axes, hosts: Sequence[int]) -> None:
+    """Print a notice for each kind of group that has ranks on several nodes, and need not; ``hosts`` are all nodes."""
+    for name in WINDOW_GROUPS:
+        if order := order_inside_nodes(axes, name, hosts):
+            notice(
+                f"ranks of one {name} group are on several nodes, so what they send each other in every layer goes "
+                f"between nodes: order={order!r} puts each {name} group on one node"
+            )
+
+
 def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
     """Return, for every rank of ``world``, the lowest rank on its node. Collective over ``world``.
 
     ``host`` is the communicator of this rank's node.
     """
     return tuple(world.allgather_object(host.broadcast_object(world.rank), tag="nodes"))
+
+
+def _divide(
+    inter_node: Communicator, sharing: Sequence[Sequence[int]], alone: Communicator
+) -> tuple[Communicator, Communicator]:
+    """Return the communicators ``shard_group`` and ``replicas`` of a rank of ``inter_node``. Collective over it.
+
+    ``sharing`` holds the ranks of ``inter_node`` in every group; ``alone`` is a communicator of this rank alone.
+    """
+    if len(sharing) == 1:
+        return inter_node, alone
+    number, place = next(
+        (n, group.index(inter_node.rank)) for n, group in enumerate(sharing) if inter_node.rank in group
+    )
+    replicas = inter_node.split(place, number, name="replicas")
+    return (alone if len(sharing[0]) == 1 else inter_node.split(number, place, name="shard_group")), replicas
 
 
 def _split(
@@ -257,6 +310,8 @@ def _split(
     lie within nodes. These two arguments are the same on all ranks, so all ranks split the same communicators. A group
     that contains only this rank gets the communicator ``alone``.
     """
+    if host is not None and world.rank == 0:
+        _tell_better_orders(axes, hosts)
     made: dict[tuple[int, ...], Communicator] = {}
     groups: dict[str, Communicator] = {}
     for name, differing in GROUPS.items():

@@ -159,6 +159,28 @@ class CommunicatorGroup:
         requests += [self.comm.isend(contiguous(x), target, SHIFT_TAG) for x in arrays]
         return GroupShift(requests, received)
 
+    def all_to_all(self, parts: Sequence[Array], counts: Sequence[int], tag: str = "") -> list[Array]:
+        """Send the flat array ``parts[r]`` to rank r; return those sent to this rank, of ``counts[r]`` elements.
+
+        Collective over the group. All arrays have the same dtype, and ``counts[r]`` is the size of what rank r sends to
+        this one. This rank's own part is not sent, and not copied.
+        """
+        for part in parts:
+            self._check("all_to_all", part, tag)
+        self.counts["all_to_all"] += 1
+        own = parts[self.rank]
+        if self.size == 1:
+            return [own]
+        with self._timed("all_to_all", tag):
+            sent = [0 if rank == self.rank else part.size for rank, part in enumerate(parts)]
+            wanted = [0 if rank == self.rank else int(count) for rank, count in enumerate(counts)]
+            others = [own[:0], *(part for rank, part in enumerate(parts) if rank != self.rank)]
+            received = self._empty(sum(wanted), own.dtype)
+            self.comm.alltoallv(np.concatenate(others), sent, received, wanted, tag)
+            blocks = np.split(received, np.cumsum(wanted)[:-1])
+        blocks[self.rank] = own
+        return blocks
+
     def close(self) -> None:
         """Free the window and the buffers, but not ``comm``; a second call does nothing. Collective over the group."""
         self._transport.close()

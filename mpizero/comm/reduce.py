@@ -14,8 +14,8 @@ compresses float32 values: to 16 bits, to 8 bits with one scale for each block, 
 
 [Note: rounded sums] A sum can be rounded to bfloat16 after each of its additions (``rounded``), by whichever rank
 computes it, also within a node and on one process. If the gradients of the grains are rounded, too, every partial sum
-is a bfloat16 number, and is sent in 16 bits without loss. So the sum has the same bits on any ranks, as without
-rounding, though other bits than without.
+is a bfloat16 number, and is sent in 16 bits without loss. So rounded sums, like sums that are not rounded,
+have the same bits on any number of ranks; but these two sums differ.
 
 [Note: error feedback] With eight bits or top-k a message leaves out much of a gradient. The sender keeps the difference
 (the residual) and adds it to its next message, so that every part is sent in the end (Seide et al. 2014, *1-bit

@@ -25,9 +25,10 @@ from mpizero._util.text import notice_once
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.communicator import Communicator
 from mpizero.data.online import OnlineBatches, OnlineSource
-from mpizero.data.source import Indices, Source, TransformedSource, epochs, source_for
+from mpizero.data.source import WHOLE, Indices, Slab, Source, TransformedSource, epochs, source_for
 from mpizero.errors import ArgumentError, ConfigError, DataError, MpizeroError
 from mpizero.layout.batch import GrainRule, Grains
+from mpizero.layout.fields import Cut
 from mpizero.types import Run
 
 
@@ -94,13 +95,14 @@ class Batches:
         *,
         group: Communicator,
         prefetch: int = 0,
+        slab: Slab = WHOLE,
     ) -> None:
         self.consumed = consumed
         self._source = source
         self._batch = global_batch
         self._seed = seed
         self._left = steps
-        self._sizes, self._group = sizes, group
+        self._sizes, self._group, self._slab = sizes, group, slab
         self._prefetch = prefetch
         self._unchecked_reader = _user_reader(source)
         self._ahead: ReadAhead[tuple[Any, Any]] | None = None
@@ -148,7 +150,7 @@ class Batches:
         def read() -> tuple[Any, Any]:
             if self._source.takes_run:
                 return self._samples_with_run(order, start, local.start)
-            return self._source.samples(order)
+            return self._slab.samples(self._source, order)
 
         if not (self._unchecked_reader and order.size):
             return read()
@@ -223,7 +225,7 @@ class Batches:
         for epoch, part in [*epochs(first, first + order.size, length)] or [(first // length, slice(0, 0))]:
             count = part.stop - part.start
             run = Run(True, self._seed, start // self._batch, offset + part.start, count=count, epoch=epoch)
-            parts.append(self._source.samples(order[part], run=run))
+            parts.append(self._slab.samples(self._source, order[part], run=run))
         x, y = join(parts)
         return x, y
 
@@ -335,7 +337,8 @@ def batches(
 
     A global batch is the next ``global_batch`` samples of ``source.sample_order``; it may contain the end of one epoch
     and the start of the next. The batch is cut into grains. Each rank is assigned a contiguous range of grains, in the
-    order of the ranks, or no grain. This call is collective over the ``ranks``; the iteration is not.
+    order of the ranks, or no grain. The ranks of a domain get their parts of the same fields (docs/fields.md). This
+    call is collective over the ``ranks``; the iteration is not.
 
     Parameters
     ----------
@@ -384,10 +387,11 @@ def batches(
         _check_arguments(source, comm, settings)
     agree_equal(comm, lambda: _described_arguments(source, settings), "agree batches")
     if isinstance(source, OnlineSource):
-        return OnlineBatches(source, _grains_of(ranks), global_batch, steps, consumed, group)
+        return OnlineBatches(source, _grains_of(ranks), global_batch, steps, consumed, group, slab=slab_of(ranks))
     with all_ranks(comm):
         choose_grains(ranks, source, global_batch)
-    made = Batches(source, _grains_of(ranks), global_batch, seed, steps, consumed, group=group, prefetch=prefetch)
+    sizes, slab = _grains_of(ranks), slab_of(ranks)
+    made = Batches(source, sizes, global_batch, seed, steps, consumed, group=group, prefetch=prefetch, slab=slab)
     return made.tell_cost(comm)
 
 
@@ -422,10 +426,20 @@ def _described_arguments(source: Source | OnlineSource, settings: dict[str, Any]
 
 def ranks_of(ranks: Any, group: Communicator | None) -> tuple[Communicator, Communicator]:
     """Return the communicator of all ranks, and the one over whose ranks a global batch is divided."""
-    comm = getattr(getattr(ranks, "mesh", ranks), "communicator", None)
+    mesh = getattr(ranks, "mesh", ranks)
+    comm = getattr(mesh, "communicator", None)
     if not isinstance(comm, Communicator):
         raise ArgumentError(f"expected a sharded model or a mpizero.Mesh for the ranks, got {ranks!r:.80}")
+    if group is None and getattr(mesh, "domain", None) and not hasattr(ranks, "batch_group"):
+        group = mesh.grid.batch  # the ranks of a domain get parts of the same samples
     return comm, getattr(ranks, "batch_group", comm) if group is None else group
+
+
+def slab_of(ranks: Any) -> Slab:
+    """Return the part of fields that this rank of a sharded model or a mesh gets: all without a domain."""
+    mesh = getattr(ranks, "mesh", ranks)
+    domain = getattr(mesh, "domain", None)
+    return Slab(Cut(domain), mesh.axes.coordinates(mesh.rank).context) if domain else WHOLE
 
 
 def _grains_of(ranks: Any) -> GrainSizes:
@@ -456,5 +470,5 @@ def full_batch(source: Source, ranks: Ranks | RankedModel, *, group: Communicato
     with all_ranks(comm):
         if reader := _user_reader(source):
             _read_twice(reader, source.origin(indices[:READ_TWICE]), lambda: source.samples(indices[:READ_TWICE]))
-        x, y = source.samples(indices)
+        x, y = slab_of(ranks).samples(source, indices)
     return x, y

@@ -22,7 +22,9 @@ from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.comm.model_group import BlockLocks
 from mpizero.data.batches import RankedModel, Ranks, ranks_of
 from mpizero.data.source import (
+    WHOLE,
     Indices,
+    Slab,
     Source,
     WrappedSource,
     check_source,
@@ -111,14 +113,18 @@ class CachedSource(WrappedSource):
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
+        return self.read_slab(indices, WHOLE)
+
+    def read_slab(self, indices: Indices, slab: Slab, **_: Any) -> tuple[Any, Any]:
+        """Return this rank's part of the samples ``indices``; the node's copy has whole samples."""
         if self._closed:
             raise StateError("samples are read from a cache that is closed")
         if self._window is None:
-            return self.source.read(indices)
+            return self.source.part_of_samples(indices, slab)
         blocks = np.unique(indices // self._block)
         for block in blocks[~self._filled[blocks]].tolist():
             self._fill(block)
-        x, y = self._tree.build(array[indices] for array in self._arrays)
+        x, y = self._tree.build(array[slab.rows(indices, array.shape[1:])] for array in self._arrays)
         return x, y
 
     def _fill(self, block: int) -> None:

@@ -33,11 +33,13 @@ from mpizero._util.names import explains
 from mpizero._util.pytree import leaves_of, map_leaves, paths_of
 from mpizero.data.source import (
     OPEN_FILES,
+    WHOLE,
     FileState,
     Indices,
     MappedArray,
     MappedFile,
     Path,
+    Slab,
     Source,
     check_named_once,
     check_samples,
@@ -104,22 +106,22 @@ class FileArray:
             ranges = ", ".join(f"{part.start}:{part.stop}" for part in where)
             raise DataError(f"{self.label}, elements [{ranges}]: {error}") from error
 
-    def rows(self, indices: Indices, out: Array, positions: Indices) -> None:
-        """Read the rows ``indices`` into ``out[positions]``.
+    def rows(self, indices: Indices, out: Array, positions: Indices, inside: Block = ()) -> None:
+        """Read the rows ``indices``, or of each the part ``inside``, into ``out[positions]``.
 
         Of a chunked array, the rows of each chunk are read with one call, from the first to the last one requested.
         Neighbouring rows with neighbouring positions are read into ``out`` without a copy in between, if the array has
         a method ``read_direct``.
         """
         if not self.chunk:
-            out[positions] = self.values()[indices]
+            out[positions] = self.values()[(indices, *inside) if inside else indices]
             return
         order = np.argsort(indices, kind="stable")
         wanted = indices[order]
         borders = np.flatnonzero(np.diff(wanted // self.chunk)) + 1
         for group in np.split(order, borders) if wanted.size else []:
             low, high = int(indices[group[0]]), int(indices[group[-1]]) + 1
-            where, into = (slice(low, high),), slice(int(positions[group[0]]), int(positions[group[-1]]) + 1)
+            where, into = (slice(low, high), *inside), slice(int(positions[group[0]]), int(positions[group[-1]]) + 1)
             values = self.values()
             if hasattr(values, "read_direct") and _is_contiguous(indices[group]) and _is_contiguous(positions[group]):
                 with self._named(where):
@@ -202,16 +204,20 @@ class JoinedArray:
             done += count
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=self.axis)
 
-    def rows(self, indices: Indices) -> Array:
-        """Return the rows ``indices`` of an array that is joined along its first axis, in that order."""
+    def rows(self, indices: Indices, inside: Block = ()) -> Array:
+        """Return the rows ``indices`` of an array that is joined along its first axis, in that order.
+
+        ``inside`` is the part of each row that is returned, by default all.
+        """
         if len(self.parts) == 1 and not self.parts[0].chunk:  # without another copy
-            return contiguous(self.parts[0].values()[indices])
-        out = np.empty((indices.size, *self.shape[1:]), self.dtype)
+            return contiguous(self.parts[0].values()[(indices, *inside) if inside else indices])
+        lengths = (part.stop - part.start for part in inside)
+        out = np.empty((indices.size, *lengths, *self.shape[1 + len(inside) :]), self.dtype)
         begin = 0
         for part, end in zip(self.parts, self.ends, strict=True):
             hits = np.flatnonzero((indices >= begin) & (indices < end)) if len(self.parts) > 1 else np.arange(len(out))
             if hits.size:
-                part.rows(indices[hits] - begin, out, hits)
+                part.rows(indices[hits] - begin, out, hits, inside)
             begin = end
         return out
 
@@ -468,29 +474,40 @@ class FileSource(Source):
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
+        return self.read_slab(indices, WHOLE)
+
+    def read_slab(self, indices: Indices, slab: Slab, **_: Any) -> tuple[Any, Any]:
+        """Return this rank's part of the samples ``indices``; of chunks that have none of it nothing is read."""
         x, y = (
-            map_leaves(partial(self._read, indices=indices, shift=shift), joined)
+            map_leaves(partial(self._read, indices=indices, shift=shift, slab=slab), joined)
             for joined, shift in zip(self._joined, (0, self.lead), strict=True)
         )
         return x, y
 
-    def _read(self, array: JoinedArray, *, indices: Indices, shift: int) -> Array:
-        """Return the samples ``indices`` of one array."""
-        if self.windows.are_rows:
-            samples = array.rows(indices + shift)
+    def _read(self, array: JoinedArray, *, indices: Indices, shift: int, slab: Slab) -> Array:
+        """Return the samples ``indices`` of one array, or the part ``slab`` of each."""
+        windows = self.windows
+        shape = _lengths(windows.block(0, array.shape))
+        dropped = windows.axis if windows.axis not in windows.lengths else len(shape)  # an axis that samples lack
+        of_sample = shape[:dropped] + shape[dropped + 1 :]
+        inside = slab.where(of_sample)
+        if windows.are_rows:
+            samples = array.rows(indices + shift, inside)
         else:
-            shape = tuple(part.stop - part.start for part in self.windows.block(0, array.shape))
-            samples = np.empty((indices.size, *shape), array.dtype)
+            kept = (*inside, *(slice(0, size) for size in of_sample[len(inside) :]))
+            part = (*kept[:dropped], *([slice(0, 1)] if dropped < len(shape) else []), *kept[dropped:])
+            samples = np.empty((indices.size, *_lengths(part)), array.dtype)
             for row, sample in zip(samples, indices.tolist(), strict=True):
-                row[...] = array.block(self.windows.block(sample, array.shape, shift))
-            if self.windows.axis not in self.windows.lengths:
-                samples = samples.reshape(indices.size, *np.delete(shape, self.windows.axis))
+                block = zip(windows.block(sample, array.shape, shift), part, strict=True)
+                row[...] = array.block(tuple(slice(at.start + p.start, at.start + p.stop) for at, p in block))
+            samples = samples.reshape(indices.size, *_lengths(kept))
         if not self.allow_nan and samples.size and samples.dtype.kind in "fc" and np.isnan(samples.min()):
-            self._reject_nan(array, samples, indices, shift)
+            self._reject_nan(array, samples, indices, shift, inside)
         return samples
 
-    def _reject_nan(self, array: JoinedArray, samples: Array, indices: Indices, shift: int) -> None:
+    def _reject_nan(self, array: JoinedArray, samples: Array, indices: Indices, shift: int, slab: Block) -> None:
         row, *inside = (int(number) for number in np.argwhere(np.isnan(samples))[0])
+        inside = [at + (slab[axis].start if axis < len(slab) else 0) for axis, at in enumerate(inside)]
         sample = int(indices[row])
         start = self.windows.starts(sample)[self.windows.axis] + shift
         if self.windows.axis in self.windows.lengths:
@@ -517,6 +534,10 @@ class FileSource(Source):
     def close(self) -> None:
         """Close the files, which are opened again if samples are read; a second call does nothing."""
         self._opened.cache_clear()
+
+
+def _lengths(block: Block) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in block)
 
 
 def _names(role: str, names: Any) -> Any:
@@ -714,7 +735,8 @@ def _reopened(dataset: Any, setting: str, folder: str) -> Any:
 def _with_parts_in(folder: str, dataset: Any, label: str) -> Any:
     """Return a virtual dataset that finds its source datasets; raise DataError if one of them is missing.
 
-    HDF5 would read the fill value in place of a missing source; if that is NaN, no error is raised here. HDF5 looks for
+    HDF5 would silently read the fill value in place of a missing source. If the fill value is NaN, no error is raised
+    here, because NaN itself shows that values are missing. HDF5 looks for
     source files in HDF5_VDS_PREFIX, beside the dataset's file, and then in the working folder; ``folder`` is used in
     place of the last.
     """

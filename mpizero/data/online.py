@@ -41,7 +41,7 @@ from mpizero.checkpoint.atomic_folder import sync_folder
 from mpizero.checkpoint.format import read_regular
 from mpizero.comm import Communicator, Request, as_communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
-from mpizero.data.source import check_samples
+from mpizero.data.source import WHOLE, Slab, check_samples
 from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError, StateError
 from mpizero.guard.reports import describe_error
 from mpizero.layout.batch import Grains
@@ -420,8 +420,8 @@ class OnlineSource:
     """Provide samples that producers send while the model is trained; each sample is used once.
 
     :func:`mpizero.data.batches` and ``Trainer`` take it in place of a :class:`Source`. Rank 0 of the trainers receives
-    all samples, and every rank gets each global batch from it. Made by :meth:`OnlineJob.source` and
-    :func:`spool_source`; it is a context manager on the trainers. Construction is not collective.
+    all samples, and every rank gets each global batch from it. :meth:`OnlineJob.source` and
+    :func:`spool_source` make it. The ranks that train use it as a context manager. Construction is not collective.
 
     Attributes
     ----------
@@ -636,9 +636,17 @@ class OnlineBatches:
     epoch = 0
 
     def __init__(
-        self, source: OnlineSource, sizes: Any, global_batch: int, steps: int | None, consumed: int, group: Communicator
+        self,
+        source: OnlineSource,
+        sizes: Any,
+        global_batch: int,
+        steps: int | None,
+        consumed: int,
+        group: Communicator,
+        *,
+        slab: Slab = WHOLE,
     ) -> None:
-        self.consumed = consumed
+        self.consumed, self._slab = consumed, slab
         self._source, self._sizes, self._batch, self._left, self._group = source, sizes, global_batch, steps, group
 
     def __enter__(self) -> Self:
@@ -666,7 +674,7 @@ class OnlineBatches:
         self.consumed += count
         if self._left is not None:
             self._left -= 1
-        return np.ascontiguousarray(x[local]), np.ascontiguousarray(y[local])
+        return self._slab.of((np.ascontiguousarray(x[local]), np.ascontiguousarray(y[local])))
 
 
 @explains

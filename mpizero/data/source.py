@@ -27,8 +27,9 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from itertools import accumulate
 from operator import itemgetter
@@ -45,6 +46,7 @@ from mpizero._util.pytree import SampleTree, join, leaves_of, map_arrays, map_le
 from mpizero.comm.startup import available_memory
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import cpu
+from mpizero.layout.fields import Box, Cut
 from mpizero.types import EVALUATE, Array, Run
 
 #: Share of the samples that :meth:`Source.split` takes for validation by default.
@@ -100,6 +102,55 @@ def epoch_words(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
     return int(words[0]), int(words[1])
 
 
+@dataclass(frozen=True)
+class Slab:
+    """Say which part of every field a rank of a domain gets: its box of the space, or all without a domain.
+
+    An array is a field if each of its samples has at least as many axes as the domain; other arrays are not cut.
+
+    Attributes
+    ----------
+    cut : Cut or None
+        How the ranks share the space of fields; None without a domain.
+    rank : int
+        The number of the rank in the domain.
+    """
+
+    cut: Cut | None = None
+    rank: int = 0
+
+    def where(self, shape: tuple[int, ...]) -> Box:
+        """Return the positions of the part along the axes of space of one sample; () if the sample is not cut."""
+        axes = 0 if self.cut is None else len(self.cut.parts)
+        return () if self.cut is None or len(shape) < axes else self.cut.box(shape[:axes], self.rank)
+
+    def rows(self, indices: Indices, shape: tuple[int, ...]) -> Any:
+        """Return what selects the part of the samples ``indices`` in an array of samples of the given shape."""
+        where = self.where(shape)
+        return (indices, *where) if where else indices
+
+    def of(self, samples: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return the part of whole samples ``(x, y)``, contiguous, so that the rest of them is not kept."""
+        if self.cut is None:
+            return samples
+        x, y = (map_arrays(self._cut, values) for values in samples)
+        return x, y
+
+    def _cut(self, values: Array) -> Array:
+        return np.ascontiguousarray(values[(slice(None), *self.where(values.shape[1:]))])
+
+    def samples(self, source: Source, indices: ArrayLike, run: Run | None = None) -> tuple[Any, Any]:
+        """Return this rank's part of the samples of a source, whose class may have a method ``samples`` of its own."""
+        keywords: dict[str, Any] = {} if run is None else {"run": run}
+        if self.cut is not None and type(source).samples is Source.samples:
+            return source.samples(indices, **keywords, slab=self)
+        return self.of(source.samples(indices, **keywords))
+
+
+#: The part of a rank that has whole samples.
+WHOLE = Slab()
+
+
 class Source(ABC):
     """Provide samples ``(x, y)`` by index, the same on every rank; each sample is read when it is requested.
 
@@ -146,6 +197,23 @@ class Source(ABC):
     def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
 
+    def read_slab(self, indices: Indices, slab: Slab, **keywords: Any) -> tuple[Any, Any]:
+        """Return this rank's part of the samples ``indices``, whose space a domain cuts (docs/fields.md).
+
+        By default the samples are read whole, by :meth:`read`, which also gets the ``keywords``, and cut. The sources
+        of files and arrays read no more than the part.
+        """
+        samples = self.read(indices, **keywords)
+        self._checked_leaves(samples, len(indices))
+        return slab.of(samples)
+
+    def part_of_samples(self, indices: Indices, slab: Slab, **keywords: Any) -> tuple[Any, Any]:
+        """Return the result of :meth:`read_slab`; of a class with a :meth:`read` of its own, cut what that returns."""
+        kinds = type(self).__mro__
+        reads, reads_slab = (next(kind for kind in kinds if name in vars(kind)) for name in ("read", "read_slab"))
+        own = kinds.index(reads) < kinds.index(reads_slab)
+        return Source.read_slab(self, indices, slab, **keywords) if own else self.read_slab(indices, slab, **keywords)
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return values that identify the data, such as names, sizes and dtypes, without reading all of the data."""
@@ -186,11 +254,12 @@ class Source(ABC):
         """True if :meth:`read` has a parameter ``run``."""
         return takes_run(self.read, f"{type(self).__name__}.read", "indices")
 
-    def samples(self, indices: ArrayLike, *, run: Run | None = None) -> tuple[Any, Any]:
+    def samples(self, indices: ArrayLike, *, run: Run | None = None, slab: Slab = WHOLE) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``.
 
         Every array has the samples on its first axis, in this machine's byte order. Indices may repeat. An empty list
-        gives arrays without samples. ``run`` is passed to :meth:`read` if it has such a parameter.
+        gives arrays without samples. ``run`` is passed to :meth:`read` if it has such a parameter. ``slab`` is the part
+        of fields that is returned, by default all.
 
         Raises
         ------
@@ -206,8 +275,9 @@ class Source(ABC):
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
             bad = int(wanted.min() if wanted.min() < 0 else wanted.max())
             raise DataError(f"sample {bad} does not exist: there are {len(self)}")
-        keywords = {"run": run or Run(count=wanted.size)} if self.takes_run else {}
-        samples = self.read(wanted, **keywords)
+        keywords: dict[str, Any] = {"run": run or Run(count=wanted.size)} if self.takes_run else {}
+        reads = self.read if slab.cut is None else partial(self.part_of_samples, slab=slab)
+        samples = reads(wanted, **keywords)
         leaves = self._checked_leaves(samples, len(wanted))
         if all(has_plain_bytes(leaf) for leaf in leaves if isinstance(leaf, np.ndarray)):
             return samples
@@ -396,6 +466,10 @@ class Subset(WrappedSource):
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
         keywords: dict[str, Any] = {"run": run} if self.takes_run else {}
         return self.source.read(self._origin_positions(indices), **keywords)
+
+    def read_slab(self, indices: Indices, slab: Slab, **keywords: Any) -> tuple[Any, Any]:
+        """Return this rank's part of the samples ``indices``."""
+        return self.source.part_of_samples(self._origin_positions(indices), slab, **keywords)
 
     @cached_property
     def takes_run(self) -> bool:
@@ -719,7 +793,12 @@ class ArraySource(Source):
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
-        return map_arrays(lambda a: a[indices], self.x), map_arrays(lambda a: a[indices], self.y)
+        return self.read_slab(indices, WHOLE)
+
+    def read_slab(self, indices: Indices, slab: Slab, **_: Any) -> tuple[Any, Any]:
+        """Return this rank's part of the samples ``indices``, without a copy of the rest."""
+        x, y = (map_arrays(lambda a: a[slab.rows(indices, a.shape[1:])], values) for values in (self.x, self.y))
+        return x, y
 
     def describe(self) -> dict[str, Any]:
         """Return the shape, dtype and CRC32 of each array, by its path such as ``x['mask']``."""
@@ -969,7 +1048,8 @@ class MappedFile:
     def read(self, array: Array, where: Any) -> Array:
         """Return a copy of some elements of an array in the file; raise DataError if the file has changed."""
         self.check()
-        return self._rows(array, where) if isinstance(where, np.ndarray) else self._block(array, where)
+        copied = isinstance(where[0] if isinstance(where, tuple) else where, np.ndarray)  # by NumPy
+        return self._rows(array, where) if copied else self._block(array, where)
 
     def read_into(self, memory: Array, offset: int) -> None:
         """Fill ``memory``, an array of bytes, from byte ``offset`` of the file on, by system calls."""
@@ -1032,11 +1112,12 @@ class MappedArray:
         return self.shape[0]
 
     def __getitem__(self, where: Any) -> Array:
-        """Return the rows of an array of indices, or the elements of a tuple of slices."""
+        """Return the rows of an array of indices, parts of them (indices and slices), or a block of slices."""
         if isinstance(where, np.ndarray) and where.size >= self._contiguous and (np.diff(where) == 1).all():
             return self._read_contiguous(int(where[0]), where.size)
         if self._unread.any():
-            self._read_ahead(where if isinstance(where, np.ndarray) else np.arange(where[0].start, where[0].stop))
+            rows = where[0] if isinstance(where, tuple) else where
+            self._read_ahead(rows if isinstance(rows, np.ndarray) else np.arange(rows.start, rows.stop))
         return self.file.read(self._array, where)
 
     def _read_contiguous(self, first: int, count: int) -> Array:
@@ -1094,7 +1175,12 @@ class NpySource(Source):
 
     def read(self, indices: Indices) -> tuple[Array, Array]:
         """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked."""
-        return contiguous(self.x[indices]), contiguous(self.y[indices])
+        return self.read_slab(indices, WHOLE)
+
+    def read_slab(self, indices: Indices, slab: Slab, **_: Any) -> tuple[Array, Array]:
+        """Return this rank's part of the samples ``indices``, the only bytes of the files that are touched."""
+        x, y = (contiguous(values[slab.rows(indices, values.shape[1:])]) for values in (self.x, self.y))
+        return x, y
 
     def describe(self) -> dict[str, Any]:
         """Return the names of the files without their folders, and the shapes and dtypes of their arrays."""

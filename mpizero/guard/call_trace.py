@@ -478,11 +478,11 @@ class CommunicatorRegistry:
 
         Not collective.
 
-        [Note: one sum] One number from each rank is enough to compare the calls of all communicators among the ranks of
-        the communicator of ``trace``. For each of its communicators, a rank multiplies the hash of its calls by its
-        weight in that communicator; the number is the sum of these products. The weights of all ranks of a communicator
-        add up to 0. So equal hashes cancel in the sum over the ranks, modulo :data:`MODULUS`. Different hashes do not
-        cancel, except with a probability of 1 / MODULUS.
+        [Note: one sum] One number from each rank is enough to compare the calls of all communicators whose ranks all
+        belong to the communicator of ``trace``. For each of these that it belongs to, a rank multiplies the hash of its
+        calls by its weight in that communicator; the number is the sum of these products. The weights of all ranks of a
+        communicator add up to 0. So equal hashes cancel in the sum over the ranks, modulo :data:`MODULUS`. Different
+        hashes do not cancel, except with a probability of 1 / MODULUS.
         """
         terms = self._terms.get(trace)
         if terms is None:

@@ -725,7 +725,7 @@ class CExitHook:
     """Call ``function`` if C's ``exit()``, which Python's hooks do not notice, is called before :meth:`close`.
 
     MPICH calls ``exit()`` when a message of a blocking collective is too long for its buffer, whatever error handler is
-    set. Even so, functions that are registered by C's ``atexit`` run, and the supervision's thread is still alive.
+    set. During such an exit, functions registered by C's ``atexit`` still run, and the supervision's thread is alive.
 
     Does nothing if the C library cannot register such functions. The hook must be closed before the interpreter ends,
     because ``function`` is Python code.

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.kernels.special_functions import exp2_single, exponential, hyperbolic_tangent
+from mpizero.kernels.elementary import exp2_single, exp_double, exponential, hyperbolic_tangent, log1p, logarithm
 
 Scalar = Any
 #: A tuple of scalars: kernels read them from their array ``hyper`` once, by :func:`first_five` to :func:`first_eight`.
@@ -331,7 +331,7 @@ def huber_gradient(prediction: Any, target: Any, delta: Any, scale: Any) -> Any:
 
 def softplus(x: Any) -> Any:
     """Return log(1 + exp(x)) of a float64, without overflow and without cancellation."""
-    return max(x, _ZERO_64) + math.log1p(math.exp(-abs(x)))
+    return max(x, _ZERO_64) + log1p(exp_double(-abs(x)), np.float64)
 
 
 def binary_cross_entropy_value(logit: Any, target: Any, weight: Any) -> Any:
@@ -355,7 +355,7 @@ def binary_cross_entropy_gradient(logit: Any, target: Any, weight: Any, scale: A
 def gaussian_value(mean: Any, log_variance: Any, target: Any, lowest: Any) -> Any:
     """Return (s + (mean - target)**2 * exp(-s)) / 2, where s is the larger of ``log_variance`` and ``lowest``."""
     d, s = np.float64(mean) - np.float64(target), np.float64(lowest if log_variance < lowest else log_variance)
-    return _HALF * (s + d * d * math.exp(-s))
+    return _HALF * (s + d * d * exp_double(-s))
 
 
 def gaussian_gradient(mean: Any, log_variance: Any, target: Any, lowest: Any, scale: Any, T: Any) -> Any:  # noqa: N803
@@ -468,7 +468,7 @@ def cross_entropy(total: Any, largest: Any, logit: Any) -> Any:
     ``total`` is the sum of exp(x - largest) over the row's logits x, ``largest`` the largest logit, and ``logit`` the
     logit of the target.
     """
-    return math.log(np.float64(total)) + (np.float64(largest) - np.float64(logit))
+    return logarithm(total, np.float64) + (np.float64(largest) - np.float64(logit))
 
 
 def cross_entropy_gradient(probability: Any, hit: Any, scale: Any) -> Any:

@@ -23,6 +23,12 @@ Rules for kernels, each found by measuring:
 - Array arguments are C-contiguous; those declared ``const`` may be read-only. Scalars are i8, u8, i4, u4, f8 or f4, and
   results are void, bool, i8 or f8.
 
+[Note: no contraction] No compiler makes one fused multiply-add of a multiplication and an addition, or adds in another
+order than it is told: Numba marks no operation as ``contract`` or ``reassoc`` (that would be ``fastmath``), and LLVM's
+target machine fuses only what is marked, on every CPU. Kernels call no function of libm, of Intel's SVML or of another
+library: :func:`emit` refuses one that does. The only fused multiply-adds are those of
+:mod:`.matmul_tile`, which are written as such.
+
 Importing numba takes 0.4 s, and unpickling a cached kernel some 10 ms more. With eight ranks on two cores that is
 longer than the first training step. So numba is imported only to compile a kernel. :func:`emit` stores its machine code
 as an object file, together with that of an *entry function*, which Python calls, and which reads the memory of NumPy's
@@ -680,7 +686,8 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
     Raises
     ------
     RuntimeError
-        If the kernel can raise an exception, or needs a function that is missing at run time (to allocate memory).
+        If the kernel can raise an exception, needs a function that is missing at run time (to allocate memory), or has
+        arithmetic that depends on the CPU or on another library.
     """
     llvm, machine = machine_code.initialized_llvm(), machine_code.make_target_machine()
     module = llvm.parse_assembly(function_ir)
@@ -695,17 +702,25 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, builder)
-    missing = [
-        used.name
-        for used in module.functions
-        if used.is_declaration
-        and not used.name.startswith("llvm.")
-        and (used.name.startswith("NRT_") or not address_of(used.name))  # NRT: numba's, here only now
-    ]
-    if missing:
+    used = [function.name for function in module.functions if function.is_declaration]
+    names = [name for name in used if not name.startswith("llvm.")]
+    # NRT: numba's, here only now
+    if missing := [name for name in names if name.startswith("NRT_") or not address_of(name)]:
         raise RuntimeError(f"kernels neither allocate (use scratch=) nor raise; this one needs {', '.join(missing)}")
+    foreign = [name for name in names if name not in _DEFINED and not name.startswith("Py")]
+    foreign += [name for name in used if _LIBM.match(name)] + _REORDERED.findall(str(module))
+    if foreign:  # see [Note: no contraction]
+        raise RuntimeError(f"the bits of kernels are the same on every CPU; this one has {', '.join(foreign)}")
     code: bytes = machine.emit_object(module)
     return code
+
+
+#: Functions of C that kernels may call: their results are defined to the bit (IEEE 754 has the square root).
+_DEFINED = {"memset", "memcpy", "memmove", "sqrt", "sqrtf"}
+#: Functions of LLVM that become calls of libm, or one or two roundings as the CPU likes.
+_LIBM = re.compile(r"llvm\.(exp|log|pow|sin|cos|tan|fmuladd)")
+#: What lets LLVM reorder or fuse operations.
+_REORDERED = re.compile(r" = f(?:add|sub|mul|div) (?:fast|contract|reassoc)\b")
 
 
 def _may_raise(function: Any) -> bool:

@@ -1,12 +1,12 @@
 """Keep the machine code of kernels in a folder, and load it into this process as Python builtins.
 
-The CPU is identified by ``/proc/cpuinfo``, or by LLVM (:func:`cpu_identity`). LLVM loads object files
+Kernels are compiled for an instruction set (:func:`instruction_set`), not for a type of CPU. LLVM loads object files
 (:class:`Native`). A compiled kernel contains the code that takes and returns Python objects, so numba is imported only
 where a kernel has to be compiled.
 
 The folder has one object file per kernel and dtype, compiled by one process per node (:func:`load_or_build`). The
 folder's name is a hash of every source file in the package ``mpizero.kernels``, of the versions of Python and of the
-compiler, and of the CPU. So after a change of a formula, of numba or of the CPU type, a new, empty folder is used, and
+compiler, and of the instruction set. So after a change of a formula or of numba a new, empty folder is used, and
 outdated code cannot be loaded. A file in the folder is run as machine code, so nobody but this user and root may be
 able to write to it. Numba's own cache, which stores pickles, is never used.
 
@@ -40,45 +40,38 @@ from mpizero._util.launch import launched_local_rank
 from mpizero._util.text import notice
 from mpizero.errors import ConfigError
 
-_IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
+#: Instruction sets with fused multiply-adds of vectors, the best first: NumPy's names of the feature that a CPU with
+#: this set has, and LLVM's name of a CPU that has this set and nothing better.
+_SETS = {
+    "avx512": (("AVX512F",), "skylake-avx512"),
+    "avx2": (("FMA3",), "haswell"),
+    "neon": (("ASIMD", "NEON"), "generic"),
+}
+_CPU = "MPIZERO_CPU"
 
 
 @functools.cache
-def _described() -> dict[str, str]:
-    """Return the lines ``_IDENTITY`` of ``/proc/cpuinfo`` for the first CPU; {} on systems other than Linux on x86-64.
+def instruction_set() -> str:
+    """Return the instruction set for which kernels are compiled: "avx512", "avx2" or "neon", "" if the CPU has none.
 
-    LLVM identifies CPUs, too, but loading it takes 40 ms of processor time in each process.
+    The environment variable ``MPIZERO_CPU`` names one that is not the best of this CPU. Bits do not depend on it. The
+    features are those that NumPy has found on the CPU itself: /proc/cpuinfo shows an emulator's program the machine's.
+
+    Raises
+    ------
+    ConfigError
+        If ``MPIZERO_CPU`` names an instruction set that there is not, or not on this CPU.
     """
-    identity: dict[str, str] = {}
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            name, colon, value = line.partition(":")
-            if not colon:
-                break
-            if name.strip() in _IDENTITY:
-                identity[name.strip()] = value.strip()
-    return identity if len(identity) == len(_IDENTITY) and os.uname().machine == "x86_64" else {}
+    found = getattr(sys.modules.get("numpy._core._multiarray_umath"), "__cpu_features__", {})
+    present = [one for one, (names, _) in _SETS.items() if any(found.get(name) for name in names)]
+    if (wanted := os.environ.get(_CPU, "")) and wanted not in present:
+        raise ConfigError(f"{_CPU}={wanted}: this CPU has {' and '.join(present) or 'no fused multiply-adds'}")
+    return wanted or next(iter(present), "")
 
 
 def cpu_identity() -> str:
-    """Return a text that identifies the CPU and its features: machine code is loaded only on CPUs with the same text.
-
-    Features are also listed as NumPy detects them on the CPU itself, so an emulator that lacks features of the machine
-    has another text.
-    """
-    if described := _described():
-        return repr((described, getattr(sys.modules.get("numpy._core._multiarray_umath"), "__cpu_features__", None)))
-    llvm = initialized_llvm()
-    return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
-
-
-def cpu_features() -> frozenset[str]:
-    """Return the names of the features that this CPU has, among them "fma", "avx512f" and "neon" as LLVM calls them."""
-    if described := _described():
-        return frozenset(described["flags"].split())
-    llvm = initialized_llvm()
-    features = frozenset(name for name, present in llvm.get_host_cpu_features().items() if present)
-    return features | ({"neon"} if llvm.get_process_triple().startswith("aarch64") else set())
+    """Return a text that identifies the CPUs on which the same machine code runs."""
+    return f"{os.uname().machine} {instruction_set()}"
 
 
 @functools.cache
@@ -92,11 +85,10 @@ def initialized_llvm() -> Any:
 
 
 def make_target_machine() -> Any:
-    """Make an LLVM target machine for this CPU; every execution engine needs its own, because it takes ownership."""
-    llvm = initialized_llvm()
-    chosen = llvm.Target.from_default_triple()
-    cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
-    return chosen.create_target_machine(cpu=cpu, features=features, opt=3, reloc="default", codemodel="jitdefault")
+    """Make an LLVM target machine for the instruction set; every execution engine takes ownership of its own."""
+    chosen = initialized_llvm().Target.from_default_triple()
+    _, cpu = _SETS.get(instruction_set(), ((), "generic"))
+    return chosen.create_target_machine(cpu=cpu, features="", opt=3, reloc="default", codemodel="jitdefault")
 
 
 C_CONTIGUOUS, ALIGNED, WRITEABLE = 0x1, 0x100, 0x400

@@ -1,8 +1,8 @@
 """Multiply matrices on the CPU, by this package's kernel, by NumPy or by a BLAS library of the user's choice.
 
 The implementation is chosen once per process (:func:`library`). The environment variable ``MPIZERO_BLAS`` is
-``mpizero``, ``numpy``, or the path of a library with the C interface of BLAS. Without it, Intel's MKL is used if the
-package ``mkl`` is installed; otherwise the kernel, or NumPy's BLAS on a CPU without fused multiply-adds.
+``mpizero``, ``numpy``, ``mkl`` (the library of the package of this name), or the path of a library with the C interface
+of BLAS. Without it the kernel is used, or NumPy's BLAS on a CPU without fused multiply-adds.
 
 The kernel, :func:`product`, cuts the left operand into blocks that stay in the cache and the right one into panels as
 wide as a tile; both are packed, that is copied into the order in which tiles read them (Goto and van de Geijn, *Anatomy
@@ -21,17 +21,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mpizero._util.text import installed_version
+from mpizero._util.text import installed_version, notice
 from mpizero.errors import ConfigError
 from mpizero.kernels import jit
 from mpizero.kernels.jit import apart, kernel
-from mpizero.kernels.machine_code import interpreted
+from mpizero.kernels.machine_code import interpreted, speaks
 from mpizero.kernels.matmul_tile import (
     HIGH,
     LOW,
@@ -52,22 +53,38 @@ VARIABLE = "MPIZERO_BLAS"
 _NUMPY_UFUNC = np.ndarray.__array_ufunc__
 
 
-def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], object] | None = None) -> Array:
     """Return ``a @ b`` of NumPy arrays, computed by the implementation that :func:`library` returns.
 
-    If ``out`` is given, the product is written to it, and ``out`` is returned.
+    If ``out`` is given, the product is written to it, and ``out`` is returned. ``between`` is called between the parts
+    of a long product, if it is computed by this package's kernel: messages can then progress.
     """
     chosen = library()
     if chosen is None or a.ndim != 2 or b.ndim != 2 or (chosen.least and prod(a.shape) * b.shape[1] < chosen.least):
-        return np.matmul(a, b, out=out)
+        return _by_numpy(chosen, a, b, out)
     plain = type(a) is type(b) is np.ndarray and (out is None or type(out) is np.ndarray)
     if not plain and any(type(x).__array_ufunc__ is not _NUMPY_UFUNC for x in (a, b, out) if x is not None):
-        memory = chosen.memory(a)  # for those who measure what a product takes, by arrays that do not compute it
+        memory = chosen.memory(a, b)  # for those who measure what a product takes, by arrays that do not compute it
         result: Array = np.matmul(a, b, out=out)
         del memory
         return result
     result = np.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
-    return result if chosen.product(a, b, result) else np.matmul(a, b, out=out)
+    if between is not None and isinstance(chosen, KernelProducts):
+        done = chosen.product_by_parts(a, b, result, between)
+    else:
+        done = chosen.product(a, b, result)
+    return result if done else _by_numpy(chosen, a, b, result)
+
+
+def _by_numpy(chosen: KernelProducts | BlasLibrary | None, a: Array, b: Array, out: Array | None) -> Array:
+    """Multiply by NumPy; where the kernel multiplies otherwise, count it, and say so once."""
+    result: Array = np.matmul(a, b, out=out)
+    if isinstance(chosen, KernelProducts):
+        what = f"NumPy multiplies {a.dtype} with {a.ndim} axes by {b.dtype} with {b.ndim}"
+        if not chosen.by_numpy and speaks():
+            notice(f"{what}, which mpizero's kernel does not: the bits are this CPU's")
+        chosen.by_numpy[what] = chosen.by_numpy.get(what, 0) + 1
+    return result
 
 
 @functools.cache
@@ -82,15 +99,31 @@ def library() -> KernelProducts | BlasLibrary | None:
     requested = os.environ.get(VARIABLE, "")
     if requested == "numpy":
         return None
+    if requested == "mkl":
+        if (mkl := installed_mkl()) is None:
+            raise ConfigError(f"{VARIABLE}=mkl: the package mkl is not installed: pip install 'mpizero[mkl]'")
+        return BlasLibrary(mkl)
     if requested not in ("", "mpizero"):
         return BlasLibrary(requested)
-    if not requested and (mkl := installed_mkl()) is not None:
-        return BlasLibrary(mkl)
     if fuses():
         return KernelProducts()
     if requested:
         raise ConfigError(f"{VARIABLE}=mpizero: this CPU has no fused multiply-add of vectors; set {VARIABLE}=numpy")
+    if not interpreted() and speaks():
+        notice("this CPU has no fused multiply-adds of vectors: NumPy multiplies, and the bits are this CPU's")
     return None
+
+
+def foreign_products() -> str:
+    """Say what multiplies in place of this package's kernel, and why; "" if the kernel does."""
+    chosen = library()
+    if isinstance(chosen, KernelProducts):
+        return "; ".join(chosen.by_numpy)
+    if chosen is not None:
+        return f"{chosen.name} multiplies ({VARIABLE}={os.environ[VARIABLE]})"
+    if interpreted():
+        return "NumPy multiplies (kernels are not compiled: NUMBA_DISABLE_JIT=1)"
+    return f"NumPy multiplies ({f'{VARIABLE}=numpy' if registers()[0] else 'this CPU has no fused multiply-adds'})"
 
 
 def by_kernels(x: Array) -> bool:
@@ -105,6 +138,8 @@ def fuses() -> bool:
 
 #: Least number of multiplications of a thread's part of a product: 0.2 ms, as much as a second thread takes to begin.
 _WORTH_A_THREAD = 1 << 23
+#: Multiplications of a part of a long product: about 5 ms, in which a link of 1 Gbit/s takes 0.6 MB.
+_LONG = 1 << 27
 #: Rows and columns of a thread's part are multiples of these, which are whole tiles of every CPU.
 _ROWS, _COLUMNS = 12, 64
 
@@ -114,9 +149,13 @@ class KernelProducts:
 
     name, applies_to, least = "mpizero's kernel", "products of layers", 0
 
-    def memory(self, a: Array) -> Array:
-        """Return the temporary memory for a product whose left operand is ``a``."""
-        return np.empty(memory_size(*a.shape, a.itemsize), a.dtype)
+    def __init__(self) -> None:
+        #: What NumPy has multiplied because the kernel does not, in words, and how often.
+        self.by_numpy: dict[str, int] = {}
+
+    def memory(self, a: Array, b: Array) -> Array:
+        """Return the temporary memory for the product ``a @ b``."""
+        return np.empty(memory_size(*a.shape, b.shape[1], a.itemsize), a.dtype)
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
         """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the shapes or dtypes do not fit.
@@ -137,19 +176,34 @@ class KernelProducts:
             out[...] = 0
         return True
 
+    def product_by_parts(self, a: Array, b: Array, out: Array, between: Callable[[], object]) -> bool:
+        """Do as :meth:`product`, but compute a long product part by part, and call ``between`` after each.
+
+        The bits are the same ([Note: equal bits]).
+        """
+        parts = a.size * b.shape[1] // _LONG
+        if parts < 2 or out.shape != (a.shape[0], b.shape[1]):
+            return self.product(a, b, out)
+        for part in self._cut(a, b, out, parts):
+            if not self.product(*part):
+                return False
+            between()
+        return True
+
     def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
-        """Divide the longer axis of ``out`` into ``parts`` parts, and compute each part in a thread of its own."""
+        """Compute ``parts`` parts of a product, each in a thread of its own."""
+        jit.run_tasks([functools.partial(self._part, *part) for part in self._cut(a, b, out, parts)], parts)
+
+    def _cut(self, a: Array, b: Array, out: Array, parts: int) -> list[tuple[Array, Array, Array]]:
+        """Divide the longer axis of ``out`` into ``parts`` parts; return the operands and the result of each."""
         rows, columns = out.shape
         if rows >= columns:
-            tasks = [functools.partial(self._part, a[part], b, out[part]) for part in jit.parts_of(rows, parts, _ROWS)]
-        else:
-            cut = jit.parts_of(columns, parts, _COLUMNS)
-            tasks = [functools.partial(self._part, a, b[:, part], out[:, part]) for part in cut]
-        jit.run_tasks(tasks, parts)
+            return [(a[part], b, out[part]) for part in jit.parts_of(rows, parts, _ROWS)]
+        return [(a, b[:, part], out[:, part]) for part in jit.parts_of(columns, parts, _COLUMNS)]
 
     def _part(self, a: Array, b: Array, out: Array) -> None:
         """Compute one thread's part of a product, in temporary memory of its own."""
-        memory = self.memory(a)
+        memory = self.memory(a, b)
         if not product(a, b, out, memory):
             result = np.empty_like(out, order="C")
             product(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
@@ -177,10 +231,10 @@ _LINE = 64
 
 
 @functools.lru_cache
-def memory_size(rows: int, depth: int, itemsize: int) -> int:
-    """Return how many elements of temporary memory :func:`product` needs for ``rows`` rows and inner axis ``depth``."""
+def memory_size(rows: int, depth: int, columns: int, itemsize: int) -> int:
+    """Return how many elements of temporary memory :func:`product` needs for a product with inner axis ``depth``."""
     terms, wide = min(depth, DEPTH), tile_columns(itemsize)
-    panels = max(wide * terms, min(_MOST_PANELS * wide * terms, _PANEL_BYTES // itemsize))
+    panels = max(wide * terms, min(min(_MOST_PANELS, -(-columns // wide)) * wide * terms, _PANEL_BYTES // itemsize))
     return min(rows, _BLOCK // itemsize) * terms + panels + 2 * (VECTOR + _LINE) // itemsize
 
 
@@ -408,7 +462,7 @@ class BlasLibrary:
     applies_to = "large products"
 
     def __init__(self, path: str | Path) -> None:
-        hint = f"set {VARIABLE} to a BLAS library with the C interface, to 'mpizero' or to 'numpy'"
+        hint = f"set {VARIABLE} to a BLAS library with the C interface, to 'mkl', 'mpizero' or 'numpy'"
         try:
             blas = ctypes.CDLL(str(path))
             prefix = next((prefix for prefix in _PREFIXES if hasattr(blas, f"{prefix}cblas_sgemm")), "")
@@ -420,7 +474,7 @@ class BlasLibrary:
         self._products: dict[str, Any] = {"f": _typed(single, ctypes.c_float), "d": _typed(double, ctypes.c_double)}
 
     @staticmethod
-    def memory(a: Array) -> None:
+    def memory(a: Array, b: Array) -> None:
         """Return None: the library allocates temporary memory itself."""
 
     def product(self, a: Array, b: Array, out: Array) -> bool:

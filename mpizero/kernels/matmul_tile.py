@@ -19,23 +19,22 @@ import numpy as np
 
 from mpizero.kernels import backend, namespace
 from mpizero.kernels.jit import Intrinsic, fetch_line
-from mpizero.kernels.machine_code import cpu_features
+from mpizero.kernels.machine_code import instruction_set
 from mpizero.types import Array
 
 #: Vector registers across a tile's columns.
 _ACROSS = 2
-#: By feature of the CPU, the best first: bytes of a vector register, the rows of a high and of a low tile, and the
+#: By instruction set: bytes of a vector register, the rows of a high and of a low tile, and the
 #: positions of one step of the loop. The sums of a high tile and its operands fill the registers; those of a low one
 #: are enough to hide the time that one addition takes. Several positions a step are for tiles of few sums, beside which
 #: the instructions of the loop itself would count.
-_REGISTERS = {"avx512f": (64, 12, 4, 1), "fma": (32, 6, 4, 4), "neon": (16, 12, 4, 1)}
+_REGISTERS = {"avx512": (64, 12, 4, 1), "avx2": (32, 6, 4, 4), "neon": (16, 12, 4, 1)}
 
 
 @functools.cache
 def registers() -> tuple[int, int, int, int]:
     """Return the entry of ``_REGISTERS`` for this CPU; zeros on a CPU without fused multiply-adds."""
-    features = cpu_features()
-    return next((sizes for name, sizes in _REGISTERS.items() if name in features), (0, 0, 0, 0))
+    return _REGISTERS.get(instruction_set(), (0, 0, 0, 0))
 
 
 VECTOR, HIGH, LOW, UNROLL = registers()
@@ -87,61 +86,41 @@ class SumsTile(Intrinsic):
     @staticmethod
     def _store(write: _Vectors, outputs: list[list[Any]], sums: list[list[Any]], columns: Any, first: Any) -> None:
         """Write the branches that store the sums: without masks for whole tiles that overwrite, else with masks."""
-        builder = write.builder
-        is_full = builder.and_(builder.icmp_signed("==", columns, write.number(_ACROSS * write.lanes)), first)
+        builder, across = write.builder, len(outputs[0])
+        is_full = builder.and_(builder.icmp_signed("==", columns, write.number(across * write.lanes)), first)
         pairs = [(k, *pair) for row in zip(outputs, sums, strict=True) for k, pair in enumerate(zip(*row, strict=True))]
         with builder.if_else(is_full) as (overwrite, others):
             with overwrite:
                 for _, pointer, vector in pairs:
                     write.store(vector, pointer)
             with others:
-                masks = [write.first_columns(columns, k) for k in range(_ACROSS)]
+                masks = [write.first_columns(columns, k) for k in range(across)]
                 for k, pointer, vector in pairs:
                     write.add_masked(vector, pointer, masks[k], first)
 
     def _loop(self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...]) -> list[list[Any]]:
-        """Write the loops over the inner axis; return the sums by row and vector."""
+        """Write the loops over the inner axis; return the sums by row and vector.
+
+        Steps of ``UNROLL`` positions prefetch one line each.
+        """
         sums = [[write.zeros] * _ACROSS for _ in range(self.rows)]
         position = write.number(0)
         for count in sorted({UNROLL, 1}, reverse=True):
-            fetched = ahead if count == UNROLL else None
-            position, sums = self._steps(write, a, b, depth, fetched, count, position, sums)
+            position, added, end = write.loop(depth, count, position, sums)
+            if count == UNROLL:
+                self._prefetch(write, position, *ahead)
+            for i in range(count):
+                added = self._terms(write, a, b, write.builder.add(position, write.number(i)), added)
+            position, sums = end(added)
         return sums
 
-    def _steps(
-        self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...] | None, count: int, position: Any,
-        sums: list[list[Any]],
-    ) -> tuple[Any, list[list[Any]]]:  # fmt: skip
-        """Write a loop whose steps add the terms of ``count`` positions each, while at least ``count`` are left.
-
-        Return the position at which the loop ends, and the sums. With ``ahead``, every step prefetches one line.
-        """
-        builder, function = write.builder, write.builder.function
-        before, loop, body, after = builder.basic_block, *(function.append_basic_block("tile") for _ in range(3))
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        start, position = position, builder.phi(write.integer)
-        totals = [[builder.phi(write.vector) for _ in row] for row in sums]
-        further = builder.add(position, write.number(count))
-        builder.cbranch(builder.icmp_signed("<=", further, depth), body, after)
-        builder.position_at_end(body)
-        if ahead is not None:
-            memory, mask, step, line = ahead
-            number = builder.udiv(position, write.number(count))
-            near, far = builder.and_(number, mask), builder.and_(number, builder.not_(mask))
-            write.prefetch(builder.gep(memory, [builder.add(builder.mul(near, step), builder.mul(far, line))]))
-        added = totals
-        for i in range(count):
-            added = self._terms(write, a, b, builder.add(position, write.number(i)), added)
-        builder.branch(loop)
-        position.add_incoming(start, before)
-        position.add_incoming(further, body)
-        for old, row, new in zip(sums, totals, added, strict=True):
-            for first, total, value in zip(old, row, new, strict=True):
-                total.add_incoming(first, before)
-                total.add_incoming(value, body)
-        builder.position_at_end(after)
-        return position, totals
+    @staticmethod
+    def _prefetch(write: _Vectors, position: Any, memory: Any, mask: Any, step: Any, line: Any) -> None:
+        """Write the prefetch of a step at ``position``."""
+        builder = write.builder
+        number = builder.udiv(position, write.number(UNROLL))
+        near, far = builder.and_(number, mask), builder.and_(number, builder.not_(mask))
+        write.prefetch(builder.gep(memory, [builder.add(builder.mul(near, step), builder.mul(far, line))]))
 
     def _terms(self, write: _Vectors, a: Any, b: Any, position: Any, sums: list[list[Any]]) -> list[list[Any]]:
         """Write the additions of the terms of one position to the sums."""
@@ -152,6 +131,77 @@ class SumsTile(Intrinsic):
         added = []
         for i, row in enumerate(sums):
             factor = write.repeated(builder.load(builder.gep(left, [write.number(i)])))
+            added.append([write.fused(factor, vector, total) for vector, total in zip(vectors, row, strict=True)])
+        return added
+
+
+class RunsTile(Intrinsic):
+    """Compute sums of products of operands that lie in memory in runs, without packing.
+
+    A tile has ``rows`` rows and as many columns as ``across`` vector registers have elements.
+
+    Calls are ``tile(a, a_at, b, b_at, a_runs, a_first, b_runs, b_first, runs, length, a_step, b_step, start, start_at,
+    c, c_at, c_step, columns)``.
+
+    A run has ``length`` positions. Run r of the left operand begins at element ``a_at + a_runs[a_first + r]`` of ``a``,
+    that of the right one at ``b_at + b_runs[b_first + r]`` of ``b``. At position p, column j of the right operand is
+    the element ``p * b_step + j`` from there. Row i of the left one is the element ``p + i * a_step`` if ``along`` is
+    true (successive positions are neighbours in memory), else ``p * a_step + i`` (successive rows are). Each sum begins
+    with element ``start_at + j`` of ``start``; terms are added in ascending order, run after run. The sum of row i and
+    column j overwrites the element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``. Elements of ``b`` and
+    ``start`` are read for all columns of a tile.
+    """
+
+    arguments = 18
+    #: Rows that share a pointer, where rows lie ``a_step`` apart: with a pointer each they would fill the registers.
+    _SHARED = 3
+
+    def __init__(self, rows: int, *, along: bool, across: int = _ACROSS) -> None:
+        self.rows, self.along, self.across = rows, along, across
+
+    def __call__(self, *args: Any) -> None:
+        """Raise NotImplementedError: without compiled code, NumPy convolves."""
+        raise NotImplementedError
+
+    def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        """Write the operation as LLVM code."""
+        write = _Vectors(context, builder, signature)
+        a, b, a_runs, b_runs, start, c = (write.pointer(args, i) for i in (0, 2, 4, 6, 12, 14))
+        runs, length, a_step, b_step, c_step, columns = (args[i] for i in (8, 9, 10, 11, 16, 17))
+        first = [write.load(builder.gep(start, [write.number(k * write.lanes)])) for k in range(self.across)]
+        run, sums, close = write.loop(runs, 1, write.number(0), [first] * self.rows)
+        left = builder.gep(a, [builder.load(builder.gep(a_runs, [run]))])
+        right = builder.gep(b, [builder.load(builder.gep(b_runs, [run]))])
+        lines = [left]
+        if self.along:
+            lines = [write.moved(left, i, a_step) for i in range(0, self.rows, self._SHARED)]
+        position = write.number(0)
+        for count in sorted({UNROLL, 1}, reverse=True):
+            position, added, end = write.loop(length, count, position, sums)
+            for i in range(count):
+                at = builder.add(position, write.number(i))
+                added = self._terms(write, lines, right, at, a_step, b_step, added)
+            position, sums = end(added)
+        _, sums = close(sums)
+        outputs = [[write.moved(c, i, c_step, k) for k in range(self.across)] for i in range(self.rows)]
+        SumsTile._store(write, outputs, sums, columns, write.true)
+
+    def _terms(
+        self, write: _Vectors, lines: list[Any], right: Any, at: Any, a_step: Any, b_step: Any, sums: list[list[Any]]
+    ) -> list[list[Any]]:
+        """Write the additions of the terms of one position to the sums."""
+        builder = write.builder
+        right = builder.gep(right, [builder.mul(at, b_step)])
+        vectors = [write.load(builder.gep(right, [write.number(k * write.lanes)])) for k in range(self.across)]
+        if self.along:
+            places = [builder.add(at, builder.mul(write.number(i), a_step)) for i in range(self._SHARED)]
+            factors = [builder.gep(lines[i // self._SHARED], [places[i % self._SHARED]]) for i in range(self.rows)]
+        else:
+            left = builder.gep(lines[0], [builder.mul(at, a_step)])
+            factors = [builder.gep(left, [write.number(i)]) for i in range(self.rows)]
+        added = []
+        for pointer, row in zip(factors, sums, strict=True):
+            factor = write.repeated(builder.load(pointer))
             added.append([write.fused(factor, vector, total) for vector, total in zip(vectors, row, strict=True)])
         return added
 
@@ -174,7 +224,7 @@ class VectorTranspose(Intrinsic):
         return self.rows % lanes or lanes
 
     def __call__(self, x: Any, at: int, step: int, out: Any, out_at: int, out_step: int) -> None:
-        """Transpose the block in Python."""
+        """Copy the block, transposed, in Python instead of machine code; the class describes the arguments."""
         lanes, source = VECTOR // x.itemsize, flat(x)
         for p in range(lanes):
             vector = out[out_at + p * out_step :][:lanes]
@@ -229,6 +279,7 @@ class _Vectors:
         self.lanes = VECTOR // self.itemsize
         self.integer, self.vector = ir.IntType(64), self.of(self.lanes)
         self.zeros = ir.Constant(self.vector, [0.0] * self.lanes)
+        self.true = ir.Constant(ir.IntType(1), 1)
 
     def of(self, count: int) -> Any:
         """Return the type of a vector of ``count`` elements."""
@@ -255,6 +306,36 @@ class _Vectors:
     def store(self, vector: Any, pointer: Any) -> None:
         """Store a vector, which may begin at any element."""
         self.builder.store(vector, self.builder.bitcast(pointer, vector.type.as_pointer()), align=self.itemsize)
+
+    def loop(self, stop: Any, count: int, position: Any, sums: list[list[Any]]) -> tuple[Any, list[list[Any]], Any]:
+        """Begin a loop whose steps take ``count`` positions each, from ``position`` on, while so many are left.
+
+        Return the step's position, the sums at its begin, and a function. The function is called with the sums at the
+        step's end; it ends the loop, and returns the position and the sums after it.
+        """
+        builder, function = self.builder, self.builder.function
+        before, head, body, after = builder.basic_block, *(function.append_basic_block("tile") for _ in range(3))
+        builder.branch(head)
+        builder.position_at_end(head)
+        start, position = position, builder.phi(self.integer)
+        totals = [[builder.phi(self.vector) for _ in row] for row in sums]
+        further = builder.add(position, self.number(count))
+        builder.cbranch(builder.icmp_signed("<=", further, stop), body, after)
+        builder.position_at_end(body)
+
+        def end(added: list[list[Any]]) -> tuple[Any, list[list[Any]]]:
+            last = builder.basic_block
+            builder.branch(head)
+            position.add_incoming(start, before)
+            position.add_incoming(further, last)
+            for old, row, new in zip(sums, totals, added, strict=True):
+                for first, total, value in zip(old, row, new, strict=True):
+                    total.add_incoming(first, before)
+                    total.add_incoming(value, last)
+            builder.position_at_end(after)
+            return position, totals
+
+        return position, totals, end
 
     def prefetch(self, pointer: Any, *, written: bool = False) -> None:
         """Prefetch the cache line of ``pointer``, to be read or to be written."""

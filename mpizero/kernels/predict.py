@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from mpizero.kernels.elementary import exponential, hyperbolic_tangent
 from mpizero.kernels.formulas import gelu, relu, silu
 from mpizero.kernels.jit import kernel
-from mpizero.kernels.special_functions import exponential, hyperbolic_tangent
 
 RELU, GELU, SILU, TANH = 0, 1, 2, 3
 #: Names of the activations; the index of a name is its code.

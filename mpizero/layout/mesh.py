@@ -8,14 +8,15 @@ too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import NamedTuple, Protocol
 
 from mpizero._util.checks import is_whole
 from mpizero.errors import GridError
+from mpizero.layout.sum_tree import Leaves
 
 #: The four axes, slowest first: the default order of ranks.
 AXES = ("pipeline", "tensor", "data", "context")
@@ -301,6 +302,8 @@ class NodeOrder:
         The data ranks of every node.
     position : tuple of int
         For every data rank, its position when the data ranks are listed node after node.
+    shard_groups : tuple of tuple of int
+        The groups of nodes over which parameters are sharded, as indices into ``nodes``: see :func:`shard_groups`.
     """
 
     data: RankedGroup
@@ -309,6 +312,11 @@ class NodeOrder:
     node: RankedGroup
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
+    shard_groups: tuple[tuple[int, ...], ...]
+
+    def leaves(self, count: int) -> Leaves:
+        """Return ``count`` parts of grains as leaves of the tree in which gradients are added. Not collective."""
+        return Leaves(count, self.context.size)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
@@ -329,6 +337,37 @@ class NodeOrder:
     def inter_node_ranks(self) -> tuple[int, ...]:
         """The data ranks of the inter-node group, one from each node, this rank included, in the order of the nodes."""
         return tuple(ranks[self.node.rank] for ranks in self.nodes)
+
+    @property
+    def shard_group_ranks(self) -> tuple[int, ...]:
+        """The data ranks of the inter-node group that are in this rank's group of nodes, in the order of the group."""
+        every, node = self.inter_node_ranks, self.nodes.index(self.node_ranks)
+        return tuple(every[other] for other in next(group for group in self.shard_groups if node in group))
+
+    @property
+    def held_ranks(self) -> tuple[int, ...]:
+        """The data ranks whose shards of parameters this node keeps: those of its own ranks, and copies of others."""
+        return tuple(other for rank in self.node_ranks for other in self.replicas_of(rank))
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The data ranks at this rank's place in each group of nodes, which keep the same shards of parameters."""
+        return self.replicas_of(self.data.rank)
+
+    def replicas_of(self, rank: int) -> tuple[int, ...]:
+        """Return the data ranks at the place of data rank ``rank`` in each group of nodes, in the order of the groups.
+
+        Not collective.
+        """
+        return self._replicas[rank] if len(self.shard_groups) > 1 else (rank,)
+
+    @cached_property
+    def _replicas(self) -> dict[int, tuple[int, ...]]:
+        """For each data rank, the data ranks at its place in each group of nodes."""
+        places = (
+            zip(*(self.nodes[node] for node in place), strict=True) for place in zip(*self.shard_groups, strict=True)
+        )
+        return {rank: ranks for replicas in places for ranks in replicas for rank in ranks}
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
@@ -355,6 +394,18 @@ def inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> bool:
     return all(len({hosts[rank] for rank in members}) == 1 for members in groups_of(axes, name))
 
 
+def order_inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> str:
+    """Return an order of the axes with which each group of the axis ``name`` lies on one node; "" if none is needed.
+
+    "" also where moving the axis to the end of the order does not help. ``hosts`` holds, for every rank of the world,
+    the number of its node.
+    """
+    if getattr(axes, name) == 1 or inside_nodes(axes, name, hosts):
+        return ""
+    order = (*(axis for axis in axes.order if axis != name), name)
+    return ",".join(order) if inside_nodes(replace(axes, order=order), name, hosts) else ""
+
+
 def uneven_counts(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
     """Find a data group that has different numbers of ranks on its nodes; return these numbers, one per node.
 
@@ -366,6 +417,56 @@ def uneven_counts(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:
         if len(set(counts)) > 1:
             return counts
     return ()
+
+
+def shard_groups(
+    axes: Axes, hosts: Sequence[int], shard_nodes: int | None, *, share: bool = True
+) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Divide the nodes of data groups into groups of ``shard_nodes`` nodes, over each of which parameters are sharded.
+
+    Return, for each data group (its ranks in the world), the indices among its nodes of those in every group. If ranks
+    share no memory, each rank counts as a node in the result, but not in ``shard_nodes``. There is one group with all
+    nodes if ``shard_nodes`` is None, or not less than the number of nodes. The nodes at the same place of all groups
+    hold the same parameters.
+
+    Parameters
+    ----------
+    axes : Axes
+        The axes of parallelism.
+    hosts : sequence of int
+        For every rank of the world, the number of its node.
+    shard_nodes : int or None
+        Number of nodes in a group.
+    share : bool
+        Whether ranks share memory.
+
+    Raises
+    ------
+    GridError
+        If ``shard_nodes`` does not divide the number of nodes of a data group, or groups have different numbers of
+        ranks.
+    """
+    groups = {}
+    for members in groups_of(axes, "data"):
+        nodes = by_node([hosts[other] for other in members])
+        size = len(nodes) if shard_nodes is None else min(shard_nodes, len(nodes))
+        if len(nodes) % size:
+            raise GridError(
+                f"shard_nodes={shard_nodes} does not divide the {len(nodes)} nodes of a data group; choose one of "
+                f"{', '.join(str(n) for n in range(1, len(nodes) + 1) if len(nodes) % n == 0)}"
+            )
+        cut = [nodes[start : start + size] for start in range(0, len(nodes), size)]
+        counts = [sum(map(len, group)) for group in cut]
+        if len(set(counts)) > 1:
+            raise GridError(
+                f"shard_nodes={shard_nodes} makes groups of {', '.join(map(str, counts))} ranks; they must have the "
+                "same number"
+            )
+        numbers = {node: number for number, node in enumerate(nodes)}
+        groups[members] = tuple(
+            tuple(chain.from_iterable(group)) if not share else tuple(numbers[node] for node in group) for group in cut
+        )
+    return groups
 
 
 def by_node(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -53,12 +53,57 @@ def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
     return tuple(nodes)
 
 
-def _climb(node: TreeNode, total: int) -> TreeNode:
-    """Return the highest node of a tree of ``total`` leaves that has the same value as ``node``.
+@dataclass(frozen=True)
+class Leaves:
+    """Number the leaves of the tree where each grain is computed in several parts, which are added up first.
+
+    Part i, counted over all grains, is part ``i % parts`` of grain ``i // parts``. Each grain has a subtree of its own,
+    of the next power of two of leaves, of which the last may be missing. So grains are added in the same order, however
+    many parts they have.
+
+    Parameters
+    ----------
+    count : int
+        Number of parts of all grains.
+    parts : int
+        Number of parts of a grain.
+    """
+
+    count: int
+    parts: int = 1
+
+    @classmethod
+    def of(cls, total: int | Leaves) -> Leaves:
+        """Return ``total``, which may be a number of leaves without parts, as an object of this class."""
+        return total if isinstance(total, Leaves) else cls(total)
+
+    @cached_property
+    def wide(self) -> int:
+        """The number of leaves of a grain's subtree."""
+        return 1 << (self.parts - 1).bit_length()
+
+    def number(self, part: int) -> int:
+        """Return the leaf of a part."""
+        return part if self.wide == self.parts else part // self.parts * self.wide + part % self.parts
+
+    @cached_property
+    def end(self) -> int:
+        """The number after the last leaf."""
+        return self.number(self.count - 1) + 1 if self.count else 0
+
+    def missing(self, leaf: int) -> bool:
+        """Tell whether neither a leaf nor those after it in the grain's subtree exist."""
+        return leaf >= self.end or leaf % self.wide >= self.parts
+
+
+def _climb(node: TreeNode, leaves: Leaves) -> TreeNode:
+    """Return the highest node of a tree that has the same value as ``node``.
 
     A parent has the value of its left child if it has no right child.
     """
-    while (1 << node.level) < total and node.position % 2 == 0 and (node.position + 1) << node.level >= total:
+    while (
+        (1 << node.level) < leaves.end and node.position % 2 == 0 and leaves.missing((node.position + 1) << node.level)
+    ):
         node = TreeNode(node.level + 1, node.position // 2)
     return node
 
@@ -67,27 +112,27 @@ def _joined(left: Program, right: Program) -> Program:
     return (*left, -2 - right[0]) if len(right) == 1 else (*left, *right, -1)
 
 
-def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int) -> tuple[tuple[TreeNode, Program], ...]:
+def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int | Leaves) -> tuple[tuple[TreeNode, Program], ...]:
     """Plan sums of the given nodes: replace two children by their parent as often as possible.
 
     Parameters
     ----------
     nodes : iterable of (TreeNode, program)
         Nodes without common leaves, each with the program that computes its value (see the note on tree programs).
-    total : int
-        Number of leaves of the whole tree.
+    total : int or Leaves
+        The leaves of the whole tree, or their number.
 
     Returns
     -------
     tuple of (TreeNode, program)
         The nodes after all replacements, in the order of their leaves, each with the program that computes its value.
     """
-    stack: list[tuple[TreeNode, Program]] = []
+    leaves, stack = Leaves.of(total), list[tuple[TreeNode, Program]]()
     for node, program in sorted(nodes, key=lambda item: item[0].position << item[0].level):
-        top, sums = _climb(node, total), program
+        top, sums = _climb(node, leaves), program
         while top.position % 2 and stack and stack[-1][0] == TreeNode(top.level, top.position - 1):
             _, left = stack.pop()
-            top, sums = _climb(TreeNode(top.level + 1, top.position // 2), total), _joined(left, sums)
+            top, sums = _climb(TreeNode(top.level + 1, top.position // 2), leaves), _joined(left, sums)
         stack.append((top, sums))
     return tuple(stack)
 
@@ -156,8 +201,8 @@ class Folding:
 
     Parameters
     ----------
-    total : int
-        Number of grains of all ranks.
+    total : int or Leaves
+        Number of grains of all ranks, or their parts.
     limit : int or None
         If ``limit`` is given, a gradient that is added to another row at once gets a row of its own only if one of the
         first ``limit`` rows is free. Without a row of its own, a gradient is written part by part to a scratch array,
@@ -172,18 +217,18 @@ class Folding:
         Number of rows that have been used.
     """
 
-    def __init__(self, total: int, limit: int | None = None) -> None:
+    def __init__(self, total: int | Leaves, limit: int | None = None) -> None:
         self.sums: list[tuple[TreeNode, int]] = []
         self.rows = 0
-        self._total, self._limit = total, limit
+        self._leaves, self._limit = Leaves.of(total), limit
 
     def add(self, grain: int) -> FoldStep:
         """Return the step for the next grain; ``grain`` must be greater than the numbers of all earlier grains."""
         taken = {row for _, row in self.sums}
-        node, targets = _climb(TreeNode(0, grain), self._total), list[int]()
+        node, targets = _climb(TreeNode(0, self._leaves.number(grain)), self._leaves), list[int]()
         while node.position % 2 and self.sums and self.sums[-1][0] == TreeNode(node.level, node.position - 1):
             targets.append(self.sums.pop()[1])
-            node = _climb(TreeNode(node.level + 1, node.position // 2), self._total)
+            node = _climb(TreeNode(node.level + 1, node.position // 2), self._leaves)
         row = next(r for r in range(len(taken) + 1) if r not in taken)
         has_row = not targets or self._limit is None or row < self._limit
         self.rows = max(self.rows, row + 1 if has_row else 0)
@@ -191,7 +236,7 @@ class Folding:
         return FoldStep(grain, row if has_row else None, tuple(targets))
 
 
-def fold_plan(grains: Iterable[int], total: int, *, limit: int | None = None) -> FoldPlan:
+def fold_plan(grains: Iterable[int], total: int | Leaves, *, limit: int | None = None) -> FoldPlan:
     """Plan how one rank sums the gradients of ``grains``, ascending numbers below ``total``, by :class:`Folding`.
 
     Only neighbours in the tree can be added. So consecutive grains need few rows, and grains that are separated by
@@ -265,20 +310,20 @@ class RoundPlan:
     root: int
 
 
-def round_plan(total: int, groups: Sequence[int]) -> RoundPlan:
-    """Assign ``total`` grains to workers in rounds and plan the sums of each round.
+def round_plan(total: int | Leaves, groups: Sequence[int]) -> RoundPlan:
+    """Assign ``total`` grains, or parts of grains, to workers in rounds and plan the sums of each round.
 
     ``groups[i]`` is the number of workers of group i: of node i, say. In round k, worker w computes grain number
     k * (number of workers) + w.
     """
-    workers = sum(groups)
+    workers, leaves = sum(groups), Leaves.of(total)
     stack: list[tuple[TreeNode, int]] = []
     rounds: list[Round] = []
     used = 1
-    for first in range(0, total, workers):
-        grains = tuple(g if g < total else None for g in range(first, first + workers))
-        programs, arrived, count = _arrivals(grains, groups, total)
-        merged = merge([*arrived, *((node, (count + row,)) for node, row in stack)], total)
+    for first in range(0, leaves.count, workers):
+        grains = tuple(g if g < leaves.count else None for g in range(first, first + workers))
+        programs, arrived, count = _arrivals(grains, groups, leaves)
+        merged = merge([*arrived, *((node, (count + row,)) for node, row in stack)], leaves)
         free = [r for r in range(len(stack) + len(merged) + 1) if r not in {row for _, row in stack}]
         stack, merges = _choose_rows(merged, count, free)
         used = max([used, *(row + 1 for _, row in stack)])
@@ -287,7 +332,7 @@ def round_plan(total: int, groups: Sequence[int]) -> RoundPlan:
 
 
 def _arrivals(
-    grains: Sequence[int | None], groups: Sequence[int], total: int
+    grains: Sequence[int | None], groups: Sequence[int], total: Leaves
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]], int]:
     """Return the sums that the groups compute in a round, and the rows that then arrive at the owners.
 
@@ -300,7 +345,10 @@ def _arrivals(
         and the number of arriving rows.
     """
     leaves: list[list[tuple[TreeNode, Program]]]
-    leaves = [[(TreeNode(0, g), (i,)) for i, g in enumerate(group) if g is not None] for group in _cut(grains, groups)]
+    leaves = [
+        [(TreeNode(0, total.number(g)), (i,)) for i, g in enumerate(group) if g is not None]
+        for group in _cut(grains, groups)
+    ]
     if len(groups) == 1:
         return ((),), leaves[0], groups[0]
     programs, arrived = _sent(leaves, total)
@@ -313,7 +361,7 @@ def _cut(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
 
 
 def _sent(
-    groups: Iterable[Iterable[tuple[TreeNode, Program]]], total: int
+    groups: Iterable[Iterable[tuple[TreeNode, Program]]], total: int | Leaves
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]]]:
     """Return the programs by which each group sums its nodes, and the nodes sent by all groups with their rows."""
     sums = [merge(nodes, total) for nodes in groups]
@@ -376,7 +424,7 @@ class RowsPlan:
 def rows_plan(
     assigned: Sequence[Iterable[int]],
     groups: Sequence[int],
-    total: int,
+    total: int | Leaves,
     *,
     scratch: bool = False,
     rows: int | None = None,

@@ -9,6 +9,22 @@ if TYPE_CHECKING:
     from mpizero.nn.context_parallel import Zigzag as Zigzag
     from mpizero.nn.context_parallel import context_model as context_model
     from mpizero.nn.context_parallel import cut_batch as cut_batch
+    from mpizero.nn.convolution import Conv as Conv
+    from mpizero.nn.convolution import ConvTranspose as ConvTranspose
+    from mpizero.nn.fields import AvgPool as AvgPool
+    from mpizero.nn.fields import Concatenate as Concatenate
+    from mpizero.nn.fields import FieldLoss as FieldLoss
+    from mpizero.nn.fields import GroupNorm as GroupNorm
+    from mpizero.nn.fields import InstanceNorm as InstanceNorm
+    from mpizero.nn.fields import MaxPool as MaxPool
+    from mpizero.nn.fields import Residual as Residual
+    from mpizero.nn.fields import Upsample as Upsample
+    from mpizero.nn.halos import domain_sum as domain_sum
+    from mpizero.nn.halos import domain_sum_adjoint as domain_sum_adjoint
+    from mpizero.nn.halos import halo_exchange as halo_exchange
+    from mpizero.nn.halos import halo_exchange_adjoint as halo_exchange_adjoint
+    from mpizero.nn.halos import redistribute as redistribute
+    from mpizero.nn.halos import redistribute_adjoint as redistribute_adjoint
     from mpizero.nn.layer import Layer as Layer
     from mpizero.nn.layer import Operations as Operations
     from mpizero.nn.layer import poll as poll
@@ -57,5 +73,6 @@ if TYPE_CHECKING:
     from mpizero.nn.transformer import Position as Position
     from mpizero.nn.transformer import TokenEmbedding as TokenEmbedding
     from mpizero.nn.transformer import TransformerBlock as TransformerBlock
+    from mpizero.nn.unet import UNet as UNet
 else:  # a checker of types would take any name for known
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -31,14 +31,14 @@ from mpizero.types import Array, ParameterSpec, Part, as_reals, complex_type
 _REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
 
 
-def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
+def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], object] | None = None) -> Array:
     """Return the product of two matrices, written to ``out`` if that is given.
 
-    NumPy arrays are multiplied by :mod:`mpizero.kernels.matmul`, arrays on a GPU by
-    :mod:`mpizero.kernels.gpu`.
+    NumPy arrays are multiplied by :mod:`mpizero.kernels.matmul`, which calls ``between`` during long products, arrays
+    on a GPU by :mod:`mpizero.kernels.gpu`.
     """
     if isinstance(a, np.ndarray):
-        return host_products.matmul(a, b, out)
+        return host_products.matmul(a, b, out, between)
     return gpu.matmul(a, b, out)
 
 
@@ -54,10 +54,11 @@ def operand(x: Array) -> Any:
 def multiply(a: Any, b: Any, out: Array) -> None:
     """Write the batched matrix product ``a @ b``, over the last two axes, to ``out``.
 
-    ``a`` and ``b`` were returned by :func:`operand`.
+    ``a`` and ``b`` were returned by :func:`operand`. The three have the same other axes.
     """
     if isinstance(out, np.ndarray):
-        np.matmul(a, b, out=out)
+        for place in np.ndindex(out.shape[:-2]):
+            host_products.matmul(a[place], b[place], out[place])
     else:
         gpu.multiply(a, b, out)
 

@@ -6,10 +6,10 @@ the indices of their positions. :func:`context_model` builds the context-paralle
 cuts its batches.
 
 The algorithm is ring attention (Liu, Zaharia and Abbeel, 2023). The softmax is updated as keys arrive (Milakov and
-Gimelshein, 2018; Rabe and Staats, 2021), so a rank never holds more than one tile of the scores at a time. The backward
-pass computes the scores again (Dao et al., 2022). To do so, it needs two numbers for each query from the forward pass:
-the maximum of its scores, and the sum of their exponentials relative to the maximum. The log-sum-exp of the scores
-would be one number, but its rounding error grows with the scores.
+Gimelshein, 2018; Rabe and Staats, 2021), so a rank never holds more than one small block of the scores at a time. The
+backward pass computes the scores again (Dao et al., 2022). To do so, it needs two numbers for each query from the
+forward pass: the maximum of its scores, and the sum of their exponentials relative to the maximum. The log-sum-exp of
+the scores would be one number, but its rounding error grows with the scores.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class ContextLayer(SequenceLayer):
     group: Group
 
     def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:
-        """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
+        """Return a copy of ``run`` with the length of whole sequences and the positions that this rank holds.
 
         See the function :func:`located`.
         """
@@ -205,7 +205,7 @@ class ContextLayer(SequenceLayer):
 
 
 def located(run: Run, shape: tuple[int, ...] | None, group: Group) -> Run:
-    """Return ``run`` with the length of the whole sequences, and the ranges of positions that this rank holds.
+    """Return a copy of ``run`` with the length of whole sequences and the positions that this rank holds.
 
     ``shape`` (samples, positions, ...) is the shape of this rank's part of the sequences; None if ``run.length`` is
     known. Collective over ``group`` if ``run.length`` is 0 (unknown).

@@ -216,9 +216,18 @@ def poll(params: Params) -> None:
     messages make progress
     >>> mz.nn.poll({"weight": 1.0})  # parameters without messages: nothing happens
     """
-    method = getattr(params, "poll", None)
+    method = poll_of(params)
     if method is not None:
         method()
+
+
+def poll_of(params: Params) -> Callable[[], object] | None:
+    """Return the method ``poll`` of ``params``, which lets messages in flight progress; None if there is none.
+
+    Not collective.
+    """
+    method: Callable[[], object] | None = getattr(params, "poll", None)
+    return method
 
 
 @dataclass(frozen=True)
@@ -474,7 +483,7 @@ class Composite(Layer):
         parts = zip(reversed([*self.children().items()]), reversed(cache[0]), reversed(pending), strict=True)
         for (name, child), child_cache, child_pending in parts:
             poll(params)
-            child.backward_weights(params[name], child_cache, child_pending, grads[name])
+            child.backward_weights(params.get(name, {}), child_cache, child_pending, grads.get(name, {}))
 
 
 class SequenceLayer(Layer):

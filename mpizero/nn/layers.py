@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from math import prod, sqrt
 from typing import Any, ClassVar
 
 from mpizero import kernels
@@ -31,6 +31,7 @@ from mpizero.nn.layer import (
     call_located,
     linear_operations,
     poll,
+    poll_of,
     require_init,
     require_positive,
     require_rate,
@@ -88,7 +89,7 @@ class Linear(Affine):
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
         """Describe ``weight`` and, if the layer has one, ``bias``."""
-        init = self.init or Init("uniform", self.inputs**-0.5)
+        init = self.init or Init("uniform", 1.0 / sqrt(self.inputs))
         weight = ParameterSpec("weight", (self.inputs, self.outputs), init)
         return (weight, ParameterSpec("bias", (self.outputs,), decay=False)) if self.bias else (weight,)
 
@@ -96,7 +97,7 @@ class Linear(Affine):
         """Return ``x @ weight`` without the bias, for ``x`` (..., inputs), in the weight's dtype, and the cache."""
         weight = params["weight"]
         rows = as_rows(x, self.inputs, weight.dtype, "Linear")
-        return matmul(rows, weight).reshape(*x.shape[:-1], self.outputs), rows
+        return matmul(rows, weight, between=poll_of(params)).reshape(*x.shape[:-1], self.outputs), rows
 
     def last_bias(self, params: Params) -> Array | None:
         """Return ``bias``, or None if the layer has none."""
@@ -110,11 +111,12 @@ class Linear(Affine):
         rows = dy.reshape(cache.shape[0], self.outputs)
         if not self.input_gradient:
             return None, rows
-        return matmul(rows, params["weight"].T).reshape(*dy.shape[:-1], self.inputs), rows
+        dx = matmul(rows, params["weight"].T, between=poll_of(params))
+        return dx.reshape(*dy.shape[:-1], self.inputs), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the weight's gradient with ``x.T @ dy``, and the bias's with the column sums of ``dy``."""
-        matmul(cache.T, pending, out=grads["weight"])
+        matmul(cache.T, pending, grads["weight"], poll_of(params))
         if self.bias:
             sum_rows(pending, grads["bias"])
 
@@ -176,16 +178,17 @@ class Projection(Layer):
         """Map ``x`` (..., features) to logits (..., classes); return them and the cache."""
         weight = params["weight"]
         rows = as_rows(x, self.features, weight.dtype, "Projection")
-        return matmul(rows, weight.T).reshape(*x.shape[:-1], self.classes), rows
+        return matmul(rows, weight.T, between=poll_of(params)).reshape(*x.shape[:-1], self.classes), rows
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return ``dy @ weight``, and ``dy`` as a matrix for :meth:`backward_weights`."""
         rows = dy.reshape(cache.shape[0], self.classes)
-        return matmul(rows, params["weight"]).reshape(*dy.shape[:-1], self.features), rows
+        dx = matmul(rows, params["weight"], between=poll_of(params))
+        return dx.reshape(*dy.shape[:-1], self.features), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite ``grads["weight"]`` with ``dy.T @ x``."""
-        matmul(pending.T, cache, out=grads["weight"])
+        matmul(pending.T, cache, grads["weight"], poll_of(params))
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``shape`` with ``classes`` as its last element."""

@@ -20,6 +20,7 @@ from mpizero import kernels
 from mpizero._util.checks import number, positive, require
 from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError, DataError
+from mpizero.kernels.elementary import logarithm
 from mpizero.nn.arrays import namespace, require_array, require_floats, require_numbers, vector
 from mpizero.types import Array, Loss
 
@@ -465,7 +466,7 @@ class GaussianNLLLoss(ElementLoss):
         kernels.backend(prediction).losses.gaussian_likelihood_backward(*rows)
 
     def _lowest(self, prediction: Array) -> Array:
-        return vector(prediction, math.log(self.eps))
+        return vector(prediction, float(logarithm(self.eps, np.float64)))
 
     @staticmethod
     def _rows(array: Array) -> Array:

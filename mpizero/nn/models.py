@@ -542,10 +542,10 @@ class MLP:
         gain = 1.0 if self.activation == "tanh" else 2.0  # He et al., 2015: half of the others' outputs vanish
         blocks = {}
         for i, (inputs, outputs) in enumerate(zip(widths, self.hidden, strict=False)):
-            linear = Linear(inputs, outputs, init=Init("normal", (gain / inputs) ** 0.5), input_gradient=i > 0)
+            linear = Linear(inputs, outputs, init=Init("normal", math.sqrt(gain / inputs)), input_gradient=i > 0)
             layers = {"linear": linear, "activation": named_activation(self.activation)}
             blocks[f"hidden.{i}"] = Sequential({**self._select(i), **layers})
-        init = Init("normal", widths[-1] ** -0.5)
+        init = Init("normal", 1.0 / math.sqrt(widths[-1]))
         last = Linear(widths[-1], self.outputs, init=init, input_gradient=bool(self.hidden))
         blocks["output"] = Sequential({**self._select(len(self.hidden)), "linear": last})
         return blocks
@@ -697,7 +697,7 @@ class GPT:
         self._transformer(0)
 
     def _transformer(self, index: int) -> TransformerBlock:
-        site, residual_scale = 1 + _SITES_PER_BLOCK * index, (2 * self.layers) ** -0.5
+        site, residual_scale = 1 + _SITES_PER_BLOCK * index, 1.0 / math.sqrt(2 * self.layers)
         return TransformerBlock(self.dim, self.heads, self.dropout, site, residual_scale)
 
     def _recomputed(self, block: Layer) -> Layer:
@@ -861,7 +861,7 @@ def compile_gpt(model: Any, params: Mapping[str, Params]) -> Callable[[Array], A
     # The head's weight is stored by vocabulary item; the kernel reads (inputs, outputs), and always adds a bias.
     arrays += [table.T, np.zeros(model.vocabulary)]
     eps = model.blocks["head"].children()["norm"].eps
-    scalars = np.array([eps, (model.dim // model.heads) ** -0.5], model.dtype)
+    scalars = np.array([eps, 1.0 / math.sqrt(model.dim // model.heads)], model.dtype)
     sizes = (model.dim, model.layers, model.heads, model.vocabulary, model.sequence)
     predictor = GPTPredictor(sizes, scalars, _packed(arrays, model.dtype))
     predictor(np.zeros((1, 1), np.int64))  # compiles now, not at the first prediction

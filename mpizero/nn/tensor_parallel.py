@@ -28,7 +28,7 @@ from mpizero.layout import Partition
 from mpizero.layout.flat import value_at
 from mpizero.layout.tensor_parts import part_shape
 from mpizero.nn.arrays import as_ids, as_rows, known, matmul, namespace, require_sequences, sum_rows, vector
-from mpizero.nn.layer import Affine, Layer, Operations, SequenceLayer, Wrapper, linear_operations
+from mpizero.nn.layer import Affine, Layer, Operations, SequenceLayer, Wrapper, linear_operations, poll_of
 from mpizero.nn.layers import Activation, Dropout, LayerNorm, Linear, Projection, Sequential
 from mpizero.nn.losses import CrossEntropy, times
 from mpizero.nn.transformer import (
@@ -380,7 +380,7 @@ class ColumnLinear(SplitLinearBase):
         x = as_rows(x, self.whole.inputs, weight.dtype, "Linear").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.held) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
-        y = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs), weight)
+        y = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.inputs), weight, between=poll_of(params))
         return y.reshape(*inputs.shape[:-1], self.local_size), (x, entry)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -392,7 +392,7 @@ class ColumnLinear(SplitLinearBase):
         rows = dy.reshape(prod(dy.shape[:-1]), self.local_size)
         if not self.whole.input_gradient:
             return None, rows
-        dx = matmul(rows, params["weight"].T).reshape(*dy.shape[:-1], self.whole.inputs)
+        dx = matmul(rows, params["weight"].T, between=poll_of(params)).reshape(*dy.shape[:-1], self.whole.inputs)
         return cache[1].backward(dx), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -402,7 +402,7 @@ class ColumnLinear(SplitLinearBase):
         """
         x, entry = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.inputs)
-        matmul(inputs.T, pending, out=grads["weight"])
+        matmul(inputs.T, pending, grads["weight"], poll_of(params))
         if self.whole.bias:
             sum_rows(pending, grads["bias"])
 
@@ -466,7 +466,8 @@ class RowLinear(SplitLinearBase):
         weight = params["weight"]
         rows = as_rows(x, self.local_size, weight.dtype, "Linear")
         leave: Region = Scatter(self.group, 1, x.shape[1]) if self.sequence else Reduce(self.group)
-        y = leave.forward(matmul(rows, weight).reshape(*x.shape[:-1], self.whole.outputs))
+        terms = matmul(rows, weight, between=poll_of(params))
+        y = leave.forward(terms.reshape(*x.shape[:-1], self.whole.outputs))
         return y, (rows, leave)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
@@ -477,7 +478,8 @@ class RowLinear(SplitLinearBase):
         rows, leave = cache
         terms = leave.backward(dy)
         above = terms.reshape(rows.shape[0], self.whole.outputs)
-        return matmul(above, params["weight"].T).reshape(*terms.shape[:-1], self.local_size), (above, dy)
+        dx = matmul(above, params["weight"].T, between=poll_of(params))
+        return dx.reshape(*terms.shape[:-1], self.local_size), (above, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of this rank's rows of the weight and of the bias.
@@ -485,7 +487,7 @@ class RowLinear(SplitLinearBase):
         If ``sequence`` is True, the bias's gradient is computed from this rank's positions only. Not collective.
         """
         above, dy = pending
-        matmul(cache[0].T, above, out=grads["weight"])
+        matmul(cache[0].T, above, grads["weight"], poll_of(params))
         if self.whole.bias:
             sum_rows(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), grads["bias"])
 
@@ -558,7 +560,7 @@ class SplitProjection(SplitForm):
         x = as_rows(x, self.whole.features, weight.dtype, "Projection").reshape(x.shape)
         entry: Region = Expand(self.group, 1, run.held) if self.sequence else Copy(self.group)
         inputs = entry.forward(x)
-        logits = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.features), weight.T)
+        logits = matmul(inputs.reshape(prod(inputs.shape[:-1]), self.whole.features), weight.T, between=poll_of(params))
         logits = logits.reshape(*inputs.shape[:-1], size_of(self.ranges))
         join = Gather(self.group, logits.ndim - 1, self.whole.classes)
         return (join.forward(logits) if self.joined else logits), (x, entry, join)
@@ -571,7 +573,7 @@ class SplitProjection(SplitForm):
         _, entry, join = cache
         dy = join.backward(dy) if self.joined else dy
         rows = dy.reshape(prod(dy.shape[:-1]), size_of(self.ranges))
-        dx = matmul(rows, params["weight"]).reshape(*dy.shape[:-1], self.whole.features)
+        dx = matmul(rows, params["weight"], between=poll_of(params)).reshape(*dy.shape[:-1], self.whole.features)
         return entry.backward(dx), rows
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -581,7 +583,7 @@ class SplitProjection(SplitForm):
         """
         x, entry, _ = cache
         inputs = entry.forward(x).reshape(pending.shape[0], self.whole.features)
-        matmul(pending.T, inputs, out=grads["weight"])
+        matmul(pending.T, inputs, grads["weight"], poll_of(params))
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""

@@ -24,6 +24,7 @@ from mpizero._util.names import as_patterns, check_slots, explains, fits, neares
 from mpizero._util.settings import Settings, many, setting
 from mpizero.errors import ArgumentError, ConfigError, NonFiniteError
 from mpizero.kernels import jit
+from mpizero.kernels.elementary import power
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 
 
@@ -390,7 +391,7 @@ class Adam(FlatOptimizer):
         """
         beta1, beta2 = self.betas
         rates = (beta1, 1.0 - beta1, beta2, 1.0 - beta2)
-        return rates, 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
+        return rates, 1.0 / (1.0 - power(beta1, step)), 1.0 / math.sqrt(1.0 - power(beta2, step))
 
     def _scalars(self, step: int, lr: float, decay: float) -> Sequence[float]:
         rates, first, second = self._averages(step)

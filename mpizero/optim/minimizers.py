@@ -521,7 +521,8 @@ def _cubic(a: Point, b: Point) -> float:
     """Return the minimizer of the cubic through two points with their slopes; ``a.step`` if there is no minimizer."""
     theta = 3.0 * (a.value - b.value) / (b.step - a.step) + a.slope + b.slope
     scale = max(abs(theta), abs(a.slope), abs(b.slope)) or 1.0
-    root = scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
+    middle = theta / scale
+    root = scale * math.sqrt(max(0.0, middle * middle - (a.slope / scale) * (b.slope / scale)))
     root = math.copysign(root, a.step - b.step)
     below = 2.0 * root - b.slope + a.slope
     return b.step + (root - b.slope + theta) / below * (a.step - b.step) if below else a.step
@@ -932,7 +933,8 @@ class NewtonCG(VectorMethod):
     def _edge(self, space: VectorSpace, progress: MethodProgress) -> float:
         """Return the step along ``CONJUGATE`` from ``DIRECTION`` to the edge of the trust region."""
         a, b = space.dot(CONJUGATE, CONJUGATE), space.dot(DIRECTION, CONJUGATE)
-        c = space.dot(DIRECTION, DIRECTION) - progress.numbers["radius"][0] ** 2
+        (radius,) = progress.numbers["radius"]
+        c = space.dot(DIRECTION, DIRECTION) - radius * radius
         root = math.sqrt(max(0.0, b * b - a * c))
         return (root - b) / a if b <= 0.0 else -c / (b + root)
 

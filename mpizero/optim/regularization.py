@@ -331,7 +331,7 @@ class TotalVariation:
         return self._scaled(parts, values.shape)
 
     def _length(self, steps: Sequence[Array]) -> Array:
-        start = np.full_like(steps[0], self.smoothing**2)
+        start = np.full_like(steps[0], self.smoothing * self.smoothing)
         length: Array = np.sqrt(sum((step * step for step in steps), start))
         return length
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from mpizero._util.checks import number, require, whole
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError
+from mpizero.kernels.elementary import cos_sin_turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Schedule:
         if self.shape == "constant":
             return self.lr
         done = min((step - self.warmup) / max(self.steps - self.warmup, 1), 1.0)
-        left = 1.0 - done if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        left = 1.0 - done if self.shape == "linear" else 0.5 * (1.0 + float(cos_sin_turn(0.5 * done, np.float64)[0]))
         return self.end + (self.lr - self.end) * left
 
 

@@ -19,6 +19,8 @@ from mpizero._util.checks import flag, fraction, number, whole
 from mpizero._util.names import explains, fits, selected
 from mpizero._util.settings import many, one_of, setting, text
 from mpizero.errors import ConfigError
+from mpizero.kernels.elementary import power
+from mpizero.kernels.matmul import matmul
 from mpizero.optim.elementwise import DECAY_RATES, AdamW
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 
@@ -274,12 +276,12 @@ def newton_schulz(g: Array, iterations: int = 5) -> Array:
     gram, square = np.empty((2, x.shape[0], x.shape[0]), x.dtype)
     y = np.empty_like(x)
     for _ in range(iterations):
-        np.matmul(x, x.T, out=gram)
-        np.matmul(gram, gram, out=square)
+        matmul(x, x.T, gram)
+        matmul(gram, gram, square)
         gram *= b
         square *= c
         gram += square
-        np.matmul(gram, x, out=y)
+        matmul(gram, x, y)
         x *= a
         y += x
         x, y = y, x
@@ -329,6 +331,7 @@ class SOAP(TensorOptimizer):
     frequency: int = setting(10, whole(1))
     max_dimension: int = setting(10_000, whole(1))
 
+    foreign_arithmetic: ClassVar[str] = "SOAP uses NumPy's products and LAPACK's eigh and qr"
     magnifies_rounding: ClassVar[str] = (
         "SOAP magnifies it: in float32 a difference in the last place becomes one of a whole step in a few steps"
     )
@@ -388,10 +391,10 @@ class SOAP(TensorOptimizer):
         v += square
         u = rotated(m, *bases)
         np.sqrt(v, out=square)
-        square *= (1.0 - beta2**updates) ** -0.5
+        square *= 1.0 / math.sqrt(1.0 - power(beta2, updates))
         square += self.eps
         u /= square
-        u *= 1.0 / (1.0 - beta1**updates)
+        u *= 1.0 / (1.0 - power(beta1, updates))
         return u
 
 

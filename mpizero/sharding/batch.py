@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
@@ -23,20 +23,22 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero._util.checks import require, whole
-from mpizero._util.numbers import crc32
+from mpizero._util.numbers import changed_float_mode, crc32
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice, stacklevel
 from mpizero.comm import Communicator, ProcessGrid
 from mpizero.comm.agreement import agree_on_call, all_ranks
 from mpizero.comm.model_group import BlockLocks
-from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure
+from mpizero.errors import CollectiveError, ConfigError, DataError, PeerFailure, StateError
 from mpizero.guard.call_trace import MODULUS
 from mpizero.guard.reports import by_ranks
 from mpizero.layout import Grains
 from mpizero.layout.batch import contiguous_parts, grain_part_number, node_blocks
+from mpizero.layout.fields import Cut
 from mpizero.layout.flat import FlatLayout, flat_names, joined
 from mpizero.layout.sum_tree import dynamic_parts, rows_of_part
-from mpizero.sharding.params import COMPUTING_ADVICE, IntegerState, Memory, on_all_ranks, paged, refused
+from mpizero.sharding.integer_arrays import IntegerState
+from mpizero.sharding.params import COMPUTING_ADVICE, Memory, on_all_ranks, paged, refused
 from mpizero.sharding.step_report import NonFinite
 from mpizero.types import Array, as_reals
 
@@ -110,6 +112,8 @@ def redistribute(
     arguments: StepArguments = DEFAULT_ARGUMENTS,
     scheduler: DynamicScheduler | None = None,
     first: bool = False,
+    check_parts: Callable[[SampleTree], None] | None = None,
+    axes: int = 0,
 ) -> GlobalBatch:
     """Exchange samples so that every rank gets the samples of the grains it computes, and return its grains.
 
@@ -137,16 +141,22 @@ def redistribute(
         for a batch that cannot be cut into samples. None: ``owners`` assigns all grains.
     first : bool
         Whether it is the model's first batch; rank 0 then prints a notice if two replicas have the same samples.
+    check_parts : callable or None
+        Takes this rank's samples, and compares them with those of the ranks that share space; None without a domain.
+    axes : int
+        Number of axes of space that a domain cuts: each rank gives its part of every sample. 0 without a domain.
 
     Raises
     ------
     CollectiveMismatch
         On all ranks, if the ranks have called different operations.
     DataError
-        On all ranks, as :func:`_exchange_header` says.
+        On all ranks, as :func:`_exchange_header` and :func:`check_slabs` say.
     """
-    comm, part = grid.batch, _RankBatch(x, y, arguments)
+    comm, part = grid.batch, _RankBatch(x, y, arguments, axes)
     counts = _exchange_header(grid, part, first=first)[grid.batch_ranks].tolist()
+    if check_parts is not None:
+        check_parts(part.tree)
     if part.tree.uncut:
         with all_ranks(grid.world):  # a warning may be an error
             if grid.world.rank == 0:
@@ -159,31 +169,38 @@ def redistribute(
     numbers: Sequence[int] = transfer.local_grains
     if scheduler is not None:
         numbers, leaves = scheduler.block(grains.count), scheduler.begin(leaves, grains)
-    cut = transfer.cut(replace(part.tree, leaves=leaves), numbers, micro)
-    return GlobalBatch(cut, grains.count, grains.samples, scheduler.most(grains.count) if scheduler is not None else 0)
+    local = transfer.cut(replace(part.tree, leaves=leaves), numbers, micro)
+    return GlobalBatch(
+        local, grains.count, grains.samples, scheduler.most(grains.count) if scheduler is not None else 0
+    )
 
 
 class _RankBatch:
     """Hold the samples ``x`` and ``y`` that this rank gives to a global batch.
 
-    If ``x`` and ``y`` are invalid, ``problem`` is the error's text, and ``count``, the number of samples, is -1: all
-    ranks then raise the error together in :func:`_exchange_header`.
+    If ``x`` and ``y`` are invalid, or this thread does not round as it should, ``problem`` is the error, and ``count``,
+    the number of samples, is -1: all ranks then raise the error together in :func:`_exchange_header`.
     """
 
-    def __init__(self, x: Any, y: Any, arguments: StepArguments) -> None:
-        self.arguments, self.problem, self.count = arguments, "", 1
+    def __init__(self, x: Any, y: Any, arguments: StepArguments, axes: int = 0) -> None:
+        self.arguments, self.count, self.axes = arguments, 1, axes
+        self.problem: DataError | StateError | None = None
         self.tree = SampleTree.nothing()
         try:
             self.arguments = arguments._replace(epoch=require("epoch", arguments.epoch, whole(), DataError))
             self.tree = SampleTree.of(x=x, y=y)
             self.count = self.tree.count()
-        except DataError as error:
-            self.problem, self.count = str(error), -1
+            _require_ieee_mode()
+        except (DataError, StateError) as error:
+            self.problem, self.count = error, -1
 
     @property
     def number(self) -> int:
         """A hash of the arguments and of the batch's structure, types and sample shapes; must be equal on all ranks."""
-        text = f"{self.arguments.epoch} {self.arguments.gather} {self.tree.form or 'not cut'}"
+        form = self.tree.form or "not cut"
+        if self.axes:  # the extents of parts of fields differ; check_slabs compares them
+            form = " ".join(f"{path} {leaf.dtype} {_without_space(leaf, self.axes)}" for path, leaf in self.tree.named)
+        text = f"{self.arguments.epoch} {self.arguments.gather} {form}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
     def digests(self) -> dict[str, int]:
@@ -191,15 +208,118 @@ class _RankBatch:
         return dict(zip(self.tree.paths, map(_digest, self.tree.leaves), strict=True))
 
     def digest(self) -> int:
-        """Return one number that combines the checksums of x and y. Not collective."""
+        """Return one number that combines the checksums of x and y; 0 if they hold nothing. Not collective."""
+        if not any(leaf.size for leaf in self.tree.leaves):
+            return 0
         both = {"x": 0, "y": 0}
         for path, checksum in self.digests().items():
             both[path[0]] = crc32(checksum.to_bytes(4, "little"), both[path[0]])
         return (both["x"] << 32 | both["y"]) - (1 << 63)
 
 
+def _without_space(leaf: Array, axes: int) -> tuple[int, ...]:
+    """Return the shape of one sample of an array; of a field, which has all axes of space, without their extents."""
+    shape = leaf.shape[1:]
+    return (-axes, *shape[axes:]) if len(shape) >= axes else shape
+
+
+def check_slabs(
+    comm: Communicator, domains: Sequence[Sequence[int]], tree: SampleTree, cut: Cut, known: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return the extents of all fields of the samples, of which each rank gives its part. Collective.
+
+    ``domains`` are the ranks of each domain group. An array is a field if a sample of it has at least the axes of
+    ``cut``. If ranks of a domain give the same array, which is not constant, they have not cut the field along each
+    axis, unless their parts make up a field of the extents ``known``, those that the model was given.
+
+    Raises
+    ------
+    DataError
+        On all ranks of ``comm``, unless each gives its part of the same samples.
+    """
+    axes = len(cut.parts)
+    fields = {path: leaf for path, leaf in tree.named if leaf.ndim > axes}
+    mine = [(_described_part(leaf), *leaf.shape[: 1 + axes]) for leaf in fields.values()]
+    every = np.empty((comm.size, len(fields), 2 + axes), np.int64)
+    comm.allgather(np.array(mine, np.int64).reshape(-1), every.reshape(-1), "slabs")
+    found: tuple[int, ...] = ()
+    for (number, path), (group, ranks) in product(enumerate(fields), enumerate(domains)):
+        given = every[list(ranks), number].tolist()
+        digests, counts, shapes = zip(*((digest, count, tuple(shape)) for digest, count, *shape in given), strict=True)
+        parts = " x ".join(map(str, cut.parts))
+        if wrong := [rank for rank, count in zip(ranks, counts, strict=True) if count != counts[0]]:
+            raise DataError(
+                f"{path} has {counts[0]} samples on rank {ranks[0]} and {counts[ranks.index(wrong[0])]} on rank "
+                f"{wrong[0]}: the ranks of a domain ({parts}) give parts of the same samples"
+            )
+        extents, misfits = _field_of(cut, shapes)
+        firsts = {digest: ranks[digests.index(digest)] for digest in digests}
+        whole_on_all = cut.size > 1 and set(shapes) == {tuple(known)[:axes]}  # also where they are constant
+        copies = [
+            (firsts[d], rank)
+            for rank, d in zip(ranks, digests, strict=True)
+            if firsts[d] != rank and (d != -1 or whole_on_all)
+        ]
+        if copies and extents != tuple(known)[: len(extents)] and not 0 < 2 * len(misfits) < cut.size:
+            where = "all ranks" if len(firsts) == 1 else f"ranks {copies[0][0]} and {copies[0][1]}"
+            raise DataError(
+                f"{path} is the same array, of {shapes[0]} positions, on {where} of a domain ({parts}): each rank "
+                f"gives its part of the field, cut along each axis, {path}[:, *mesh.slab(shape)] (if a field of "
+                f"{extents} positions repeats itself so, tell the model its extents, its attribute sample_shape)"
+            )
+        if group == 0:
+            whole = extents
+            found += whole
+        if misfits or extents != whole:
+            at = misfits[0] if misfits else 0
+            box = cut.box(whole, at)
+            raise DataError(
+                f"{path} has {shapes[at]} positions on rank {ranks[at]}, which is not its part of the field of {whole} "
+                f"positions that other ranks have parts of: that is [{_written(box)}] of a domain of {parts}; "
+                f"give {path}[:, *mesh.slab({whole})] of the whole field"
+            )
+    return found
+
+
+def _described_part(leaf: Array) -> int:
+    """Return a checksum of an array, or -1 if it is constant: parts of fields may then be equal."""
+    return _digest(leaf) if leaf.size and leaf.min() != leaf.max() else -1
+
+
+def _field_of(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[int]]:
+    """Return the extents of the field of which most ranks have parts of the given shapes, and the other ranks."""
+    places = [cut.coordinates(rank) for rank in range(cut.size)]
+    best: tuple[tuple[int, ...], list[int]] = ((), list(range(cut.size)))
+    for here in places:
+        lines = [
+            [r for r, at in enumerate(places) if at[:axis] + at[axis + 1 :] == here[:axis] + here[axis + 1 :]]
+            for axis in range(len(here))
+        ]
+        extents = tuple(sum(shapes[rank][axis] for rank in line) for axis, line in enumerate(lines))
+        boxes = (cut.box(extents, rank) for rank in range(cut.size))
+        sizes = [tuple(part.stop - part.start for part in box) for box in boxes]
+        misfits = [rank for rank, size in enumerate(sizes) if size != shapes[rank]]
+        if not best[0] or len(misfits) < len(best[1]):
+            best = extents, misfits
+    return best
+
+
+def _written(box: Sequence[slice]) -> str:
+    return ", ".join(f"{part.start}:{part.stop}" for part in box)
+
+
 def _digest(array: Array) -> int:
     return crc32(array.tobytes(), crc32(f"{array.dtype}{array.shape}".encode()))
+
+
+def _require_ieee_mode() -> None:
+    """Raise :class:`StateError` if a library has changed the floating-point mode of this thread."""
+    if wrong := changed_float_mode():
+        raise StateError(
+            f"the floating-point mode of this thread was changed: it {wrong}, so bits would depend on the rank and on "
+            "the CPU. torch.set_flush_denormal(True), fesetround and, while they are loaded, libraries compiled with "
+            "-ffast-math change it: undo it before the step (torch.set_flush_denormal(False)), or compile without"
+        )
 
 
 def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> Array:
@@ -216,6 +336,8 @@ def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> Ar
         On all ranks, if the ranks of a replica have different samples, if the arrays of one rank differ in length, if
         the batches of two ranks differ in structure, type or sample shape, if no rank has samples, or if the model is
         split and the batch cannot be cut into samples.
+    StateError
+        On all ranks, if the floating-point mode of one rank was changed.
     """
     replicas = grid.model.size > 1
     table = agree_on_call(grid.world, (local.count, local.number, local.digest() if replicas or first else 0))
@@ -237,7 +359,7 @@ def _warn_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -
     ranks: dict[int, int] = {}
     for rank in range(0 if uncut else len(counts)):
         same = ranks.setdefault(int(digests[rank]), rank)
-        if counts[rank] and grid.axes.coordinates(same).data != grid.axes.coordinates(rank).data:
+        if counts[rank] and digests[rank] and grid.axes.coordinates(same).data != grid.axes.coordinates(rank).data:
             notice(
                 f"ranks {same} and {rank} give the same {counts[rank]} samples, and the global batch has them twice: "
                 "each rank gives its own part of a batch, which mz.data.batches(source, model, ...) cuts; a Dataset of "
@@ -253,6 +375,8 @@ def _check_replicas(grid: ProcessGrid, local: _RankBatch, digests: Array) -> Non
     """
     axes = grid.axes
     firsts = np.arange(axes.size) // axes.strides["data"] % axes.data * axes.strides["data"]  # of each rank's replica
+    if local.axes:  # ranks that share space have parts of the same samples
+        firsts += np.arange(axes.size) // axes.strides["context"] % axes.context * axes.strides["context"]
     if (wrong := np.flatnonzero(digests != digests[firsts])).size:
         rank, first = int(wrong[0]), int(firsts[wrong[0]])
         by_path = grid.world.allgather_object(local.digests(), "batch")
@@ -265,7 +389,7 @@ def _check_replicas(grid: ProcessGrid, local: _RankBatch, digests: Array) -> Non
 
 
 def _refuse(comm: Communicator, local: _RankBatch) -> NoReturn:
-    """Raise ``DataError`` that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
+    """Raise an error that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
 
     Every rank calls it if the batch of one rank is invalid, or if the batches of two ranks differ.
     """
@@ -275,7 +399,7 @@ def _refuse(comm: Communicator, local: _RankBatch) -> NoReturn:
     _, step, uncut, expected, form = ranks[0]
     for rank, (problem, *_) in enumerate(ranks):
         if problem:
-            raise DataError(f"rank {rank}: {problem}")
+            raise type(problem)(f"rank {rank}: {problem}")
     for rank, (_, others, why, actual, other) in enumerate(ranks):
         if others != step:
             raise DataError(f"rank 0 is asked for {_listed(step, others)}, rank {rank} for {_listed(others, step)}")
@@ -735,7 +859,7 @@ class GrainScalars:
         table = gathered[:, :-1].reshape(-1, 4)
         rows = table[table[:, 0] >= 0]
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
-        loss, weight = tree_total(rows[:, 1:3])
+        loss, weight = tree_total(rows[:, 1:3], self.grid.context.size)
         return Totals(float(loss), float(weight), problems, self.samples)
 
     def agree_on_rate(self, learning_rate: Callable[[], float]) -> None:
@@ -806,8 +930,15 @@ class GrainScalars:
         return NonFinite(self._step, rank, tensor, 0, self.samples, message)
 
 
-def tree_total(values: Array) -> Array:
-    """Return the sum of the rows of a (rows, n) array, added in the order of the binary tree over the row numbers."""
+def tree_total(values: Array, parts: int = 1) -> Array:
+    """Return the sum of the rows of a (rows, n) array, added in the order of the binary tree over the row numbers.
+
+    Successive ``parts`` rows are parts of one grain, which are added up first, as leaves of
+    :class:`~mpizero.layout.sum_tree.Leaves` are.
+    """
+    if missing := (1 << (parts - 1).bit_length()) - parts:
+        values = np.pad(values.reshape(-1, parts, values.shape[1]), ((0, 0), (0, missing), (0, 0)))
+        values = values.reshape(-1, values.shape[2])
     while len(values) > 1:
         pairs = values[: len(values) // 2 * 2]
         summed = pairs[0::2] + pairs[1::2]

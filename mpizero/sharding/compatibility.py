@@ -643,7 +643,7 @@ class HybridShardedModel(ModelParallelBase):
 
 @explains
 class TensorParallelModel(ModelParallelBase):
-    """Split the matrices of every layer over a tensor group; with more ranks, several groups are replicas.
+    """Split the matrices of every layer over a tensor group; if there are more ranks, each group of them is a replica.
 
     Parameters
     ----------

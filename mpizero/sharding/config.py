@@ -148,7 +148,11 @@ class ComputeSettings(Settings):
     mixed_precision: str | None = setting(None, optional(one_of(*reversed(SIXTEEN_BITS))))
 
     def check_combination(self) -> None:
-        """Raise ``ConfigError`` for a setting that needs a GPU on the CPU, and for two ways of smaller gradients."""
+        """Raise ``ConfigError`` for settings that exclude each other, and for those that lack another one.
+
+        ``wire`` excludes ``gradient_compression``; ``wire_parameters`` needs ``wire``, and excludes ``ema`` and GPUs;
+        ``optimizer_device`` and ``mixed_precision`` need ``device="cuda"``.
+        """
         super().check_combination()
         if self.wire is not None and self.gradient_compression is not None:
             compression = f"{self.named('gradient_compression')} = {shown(self.gradient_compression)}"
@@ -239,9 +243,9 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         *master weights* in float32, which are one more array of the optimizer state. Needs ``wire``, an optimizer that
         updates each element by itself, and a model without statistics of samples; not with ``ema``.
     bucket_mb : float or None
-        MiB of a bucket: of partial sums of gradients that nodes (ranks if they share no memory) exchange at once. Up
-        to eight buckets are in flight, and the message buffers of each take up to twice its size. None is 2^19
-        elements. The size changes neither results nor how many bytes are sent.
+        Size of a bucket in MiB. A bucket is the part of the partial sums of gradients that nodes (ranks if they share
+        no memory) exchange at once. Up to eight buckets are in flight, and the message buffers of each take up to twice
+        its size. None is 2^19 elements. The size changes neither results nor how many bytes are sent.
     threads : int
         Number of threads that compiled kernels and BLAS use on each rank.
     check_every : int
@@ -349,7 +353,7 @@ class ShardingConfig(Config, NodeSettings):
     ----------
     comm : mpi4py communicator, InMemoryCommunicator, "self" or None
         The ranks that train together, as for :class:`~mpizero.Mesh`.
-    share_node_memory, ranks_per_node, timeout, embedded
+    share_node_memory, ranks_per_node, shard_nodes, timeout, embedded
         As for :class:`~mpizero.Mesh`.
     **settings
         The settings of :class:`Config`.
@@ -497,7 +501,15 @@ def check_wire(config: Config, dtype: Any, contexts: int, statistics: Sequence[s
             "wire_parameters", f"would round the statistics {statistics[0]!r}, which add up small changes"
         )
     if config.wire is not None and contexts > 1:
-        raise config.reject("wire", f"cannot be used with context groups (context={contexts})")
+        raise config.reject("wire", f"cannot be used where {contexts} ranks share each sample (context, domain)")
+
+
+def check_shard_nodes(placement: Placement, mesh: NodeSettings) -> None:
+    """Raise an error if ``shard_nodes`` is given and the strategy does not shard parameters. Not collective."""
+    if mesh.shard_nodes is not None and not placement.shard_parameters:
+        raise mesh.reject(
+            "shard_nodes", f'is for ZeRO-3 (strategy "zero3"); {placement.strategy} does not shard parameters'
+        )
 
 
 #: Which gradients are written to scratch memory, see :func:`scratch_use`.
@@ -650,7 +662,7 @@ def sent_exactly(
 def gathers_units(placement: Placement, groups: int) -> bool:
     """Tell whether units are gathered before use: if parameters are sharded and ``groups`` > 1.
 
-    ``groups`` is the number of nodes, or of ranks if they share no memory.
+    ``groups`` is the number of nodes that parameters are sharded over, or of ranks if they share no memory.
     """
     return placement.shard_parameters and groups > 1
 

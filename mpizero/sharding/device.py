@@ -1,42 +1,33 @@
 """Compute on a GPU, or on the host: copy parameters from the host to the GPU, and gradients back.
 
 :class:`ComputeDevice` computes on the host and copies nothing. Its subclass :class:`CudaComputeDevice` copies a unit's
-parameters by :class:`DeviceParameters` and its gradients by :class:`UnitGradients`. Matrix products on the host may be
-rounded differently with another number of threads or another build of BLAS: :func:`limit_blas_threads` sets the number
-and compares the builds of all ranks.
+parameters by :class:`DeviceParameters` and its gradients by :class:`UnitGradients`.
 
-[Note: a GPU's step] Parameters and gradient sums stay on the host, in the same memory and with the same code as without
-a GPU. A unit's parameters are copied to the GPU and its blocks run there. The gradients of each micro-batch are copied
-back to the host as soon as the unit's backward pass ends. The summed gradients are copied to the GPU again, which
-updates this rank's ranges of the parameters ([Note: an update on a GPU] in ``sharding/device_update.py``). If a rank is
-alone in its data group, gradients stay on its GPU, which adds them in the order of the same tree and updates the
-parameters. The parameters are copied to the host only when they are needed there, for a checkpoint for example. So
-strategies, layouts and checkpoints are the same with and without a GPU. Results have the same bits on any number of
-ranks, provided that the GPU's matrix products are reproducible.
+[Note: a GPU's step] If a data group has several ranks, parameters and gradient sums stay on the host, in the same
+memory and with the same code as without a GPU. A unit's parameters are copied to the GPU and its blocks run there. The
+gradients of each micro-batch are copied back to the host as soon as the unit's backward pass ends. The summed gradients
+are copied to the GPU again, which updates this rank's ranges of the parameters ([Note: an update on a GPU] in
+``sharding/device_update.py``). If a rank is alone in its data group, gradients stay on its GPU, which adds them in the
+order of the same tree and updates the parameters. The parameters are copied to the host only when they are needed
+there, for a checkpoint for example. So strategies, layouts and checkpoints are the same with and without a GPU. Results
+have the same bits on any number of ranks, provided that the GPU's matrix products are reproducible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from threadpoolctl import ThreadpoolController
 
 from mpizero._util.pytree import as_arrays, leaves_of, map_leaves
-from mpizero._util.text import notice
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import all_ranks
 from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.comm.p2p import GpuAwareLayerGroup, GpuAwareP2P, HostStagedGroup, HostStagedP2P, PipelineP2P, prove
 from mpizero.errors import ConfigError
-from mpizero.guard.guard import ProcessSetting
 from mpizero.kernels.gpu import Device, available_gpus, open_device
-from mpizero.kernels.matmul import library
 from mpizero.layout.flat import Unit, flat_names, united, views
 from mpizero.sharding.config import Config, keeps_gradients_on_device
 from mpizero.sharding.grad_reduce import MicroBatch
@@ -444,86 +435,3 @@ def gradient_offsets(unit: Unit) -> tuple[dict[tuple[str, str], int], int]:
         offsets[entry.block, entry.local_name] = size
         size += -(-entry.spec.size // ALIGNED) * ALIGNED
     return offsets, size
-
-
-def limit_blas_threads(comm: Communicator, threads: int) -> Callable[[], None]:
-    """Limit BLAS to ``threads`` threads, and print a warning on rank 0 if ranks have different builds of BLAS.
-
-    Collective over ``comm``. Another build of BLAS, or one for another type of CPU core, may round matrix products
-    differently. The result of a training would then depend on which rank computes which grain.
-
-    Returns
-    -------
-    callable
-        A function that ends the limit. BLAS then uses the number of threads of the newest limit that has not ended; if
-        there is none, the number from before the first limit.
-
-    Raises
-    ------
-    ConfigError
-        If the environment variable ``MPIZERO_BLAS`` names a library that this rank cannot use. The other ranks raise
-        ``RemoteError``.
-    """
-    with all_ranks(comm, "BLAS"):
-        beside = library()
-    builds = numpy_builds(ThreadpoolController().info()) + ([] if beside is None else [beside.name])
-    message = different_builds(comm.allgather_object(builds, "BLAS builds"))
-    if message is not None and comm.rank == 0:
-        notice(message)
-    return _of_process().hold(threads)
-
-
-@cache
-def _of_process() -> ProcessSetting[int]:
-    setting = _BlasThreads()
-    return ProcessSetting(setting.set, setting.restore)
-
-
-class _BlasThreads:
-    """Set the number of threads of every BLAS library of this process, and remember the previous numbers."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, tuple[Any, int]] = {}
-
-    def set(self, threads: int) -> None:
-        """Set the number of threads of all BLAS libraries that are loaded now."""
-        for one in ThreadpoolController().select(user_api="blas").lib_controllers:
-            self._before.setdefault(one.filepath, (one, one.num_threads))
-            one.set_num_threads(threads)
-
-    def restore(self) -> None:
-        """Restore the numbers of threads from before the first :meth:`set`."""
-        for one, threads in self._before.values():
-            one.set_num_threads(threads)
-        self._before.clear()
-
-
-def numpy_builds(libraries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the BLAS builds that NumPy uses: library, version and type of CPU core of each. Not collective.
-
-    ``libraries`` are all libraries that this process has loaded, as ``ThreadpoolController.info()`` returns them. Some
-    may be copies of BLAS that belong to other packages such as SciPy. So if NumPy was installed with its own BLAS, only
-    that BLAS is returned; otherwise all in ``libraries`` are.
-    """
-    blas = [library for library in libraries if library["user_api"] == "blas"]
-    home = Path(np.__file__).parent
-    folders = (home, home.with_name("numpy.libs"))
-    numpys = [library for library in blas if any(Path(library["filepath"]).is_relative_to(f) for f in folders)]
-    return sorted(
-        f"{library['internal_api']} {library['version']} for {library.get('architecture', 'unknown cores')}"
-        for library in numpys or blas
-    )
-
-
-def different_builds(builds: Sequence[Sequence[str]]) -> str | None:
-    """Return a warning that names the first rank whose BLAS is not rank 0's; None if there is none. Not collective.
-
-    ``builds[r]`` are the BLAS builds of rank r, as :func:`numpy_builds` describes them.
-    """
-    if all(list(build) == list(builds[0]) for build in builds):
-        return None
-    rank = next(r for r, build in enumerate(builds) if list(build) != list(builds[0]))
-    return (
-        f"rank {rank} has BLAS {', '.join(builds[rank]) or 'none'}, rank 0 has {', '.join(builds[0]) or 'none'}: "
-        "results may differ in their last bits between runs that assign grains differently; use nodes of one kind"
-    )

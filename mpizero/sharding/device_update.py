@@ -15,6 +15,7 @@ is rounded by itself, as on the host ([Note: contraction] in ``kernels/cuda/laun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -48,12 +49,12 @@ class _Cut(NamedTuple):
 
     @property
     def state(self) -> int:
-        """The index of the first of these elements in the arrays of the optimizer state."""
+        """The index of the cut's first element in the arrays of the optimizer state."""
         return self.of.state + self.first
 
     @property
     def store(self) -> int:
-        """The index of the first of these elements in the parameter store."""
+        """The index of the cut's first element in the parameter store."""
         return self.of.store + self.first
 
 
@@ -241,7 +242,7 @@ class StagedUpdater(DeviceUpdater):
                 for cut, w in zip(cuts, values, strict=True):
                     assert isinstance(cut.of, UpdatePiece)
                     name = home_of(cut.of.entry.spec)
-                    ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
+                    ratio = self.optimizer.trust_ratio(math.sqrt(weights[name]), math.sqrt(steps[name]))
                     direction = self._gradient[cut.state : cut.state + cut.size]
                     self.optimizer.apply_direction(w, direction, hypers[cut.of.group], ratio)
                     self._follow(w, cut.state)

@@ -47,6 +47,7 @@ from mpizero.comm.agreement import all_ranks, record_call
 from mpizero.comm.communicator import MESSAGE, CommunicatorCall, Timeline, TimeSpan
 from mpizero.comm.startup import versions
 from mpizero.errors import CheckpointError, ConfigError, DataError
+from mpizero.layout.fields import Cut
 from mpizero.layout.flat import Unit, flat_names
 from mpizero.sharding.engine import Engine
 from mpizero.sharding.forward_backward import BlackBoxEvaluator, BlockEvaluator, Evaluator
@@ -226,8 +227,24 @@ def _gather(
         start, stop = (min(max(index - first, 0), local_count) for index in (number * size, (number + 1) * size))
         parts = group.allgather_object([array[start:stop] for array in arrays], "bad step")
         joined = [np.concatenate(blocks) for blocks in zip(*parts, strict=True)]
+        if (cut := model._engine.partitioned.cut) is not None:
+            parts = model._engine.grid.context.allgather_object(joined[:known], "bad step")
+            joined[:known] = [_whole(cut, leaves) for leaves in zip(*parts, strict=True)]
         grains[number] = BadGrain(*tree.build(iter(joined[:known])), *joined[known:])
     return grains, total
+
+
+def _whole(cut: Cut, parts: Sequence[Array]) -> Array:
+    """Return the whole fields of which the ranks of a domain have ``parts``; an array that is no field is not cut."""
+    axes, places = len(cut.parts), [cut.coordinates(rank) for rank in range(cut.size)]
+    if parts[0].ndim <= axes:
+        return parts[0]
+    edges = [[rank for rank, at in enumerate(places) if not any(at[:axis] + at[axis + 1 :])] for axis in range(axes)]
+    extents = tuple(sum(parts[rank].shape[1 + axis] for rank in ranks) for axis, ranks in enumerate(edges))
+    whole = np.empty((len(parts[0]), *extents, *parts[0].shape[1 + axes :]), parts[0].dtype)
+    for rank, part in enumerate(parts):
+        whole[(slice(None), *cut.box(extents, rank))] = part
+    return whole
 
 
 def _described(model: Model, report: StepReport, total: int) -> dict[str, Any]:

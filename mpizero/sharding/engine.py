@@ -24,6 +24,7 @@ from mpizero.comm.agreement import agree_equal
 from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
 from mpizero.guard.guard import set_context
 from mpizero.layout.batch import GrainRule
+from mpizero.layout.mesh import groups_of
 from mpizero.optim.elementwise import clip_factor
 from mpizero.sharding.batch import (
     DEFAULT_ARGUMENTS,
@@ -31,6 +32,7 @@ from mpizero.sharding.batch import (
     DynamicScheduler,
     GlobalBatch,
     Totals,
+    check_slabs,
     check_weight,
     in_contexts,
     redistribute,
@@ -68,7 +70,7 @@ class Engine(PlacedModel):
         gradient is not finite, the update is skipped.
         """
         self._bound()
-        sent = self.grid.bytes_sent
+        sent = self.store.bytes_sent
         batch, totals = self._compute(x, y, self.reducer, summed=True)
         report = self._finish(totals, sent, lambda: self._update(totals))
         if self.prints_notices:
@@ -107,7 +109,7 @@ class Engine(PlacedModel):
         Return the grains that this rank may compute, with their samples. ``reducer`` determines which rank computes
         which grain; with ``scheduler``, only which node does.
         """
-        micro, first = self.config.accumulate, not self._begun
+        micro, first, cut = self.config.accumulate, not self._begun, self.partitioned.cut
         batch = redistribute(
             self.grid,
             x,
@@ -118,13 +120,27 @@ class Engine(PlacedModel):
             arguments=self.step_arguments,
             scheduler=scheduler,
             first=first,
+            check_parts=None if cut is None else self.agree_on_space,
+            axes=0 if cut is None else len(cut.parts),
         )
         self._begun = True
+        self.store.begin_sending()
         self.compute_device.check_batch(x, y)
-        if self.partitioned.cuts_sequences:
+        if self.partitioned.cuts_sequences or cut is not None:
             batch = in_contexts(batch, self.grid, self.partitioned.cut_batch)
         self.scalars.begin(batch, self.step_number + 1)
         return batch
+
+    def agree_on_space(self, tree: SampleTree, *, alone: bool = False) -> None:
+        """Check that each rank gives its part of the same fields, and note the extents of these. Collective.
+
+        It is collective over all ranks; with ``alone`` over this rank's domain, whose samples others need not have.
+        """
+        grid, cut = self.grid, self.partitioned.cut
+        assert cut is not None, "only the ranks of a domain give parts of fields"
+        comm, domains = (grid.context, [range(cut.size)]) if alone else (grid.world, groups_of(grid.axes, "context"))
+        extents = check_slabs(comm, domains, tree, cut, getattr(self.model, "sample_shape", ()))
+        self.partitioned.split.domain.begin_batch(extents)
 
     def _grain_size(self, samples: int, tree: SampleTree) -> int:
         """Return the number of samples in a grain of a global batch of ``samples`` samples like those of ``tree``.
@@ -146,7 +162,7 @@ class Engine(PlacedModel):
     def _finish(self, totals: Totals, sent: int, update: Callable[[], Outcome]) -> StepReport:
         """End the step: call ``update`` if all losses and gradients are finite, and return the report of the step.
 
-        ``sent`` is the value of ``grid.bytes_sent`` before the step.
+        ``sent`` is the value of ``store.bytes_sent`` before the step.
         """
         updater = self._bound()
         rate, scale = updater.rate, self.current_loss_scale()
@@ -172,7 +188,7 @@ class Engine(PlacedModel):
             rate,
             norm,
             str(problems[0]) if problems else None,
-            self.grid.bytes_sent - sent,
+            self.store.bytes_sent - sent,
             problems,
             scale,
             self.current_loss_scale(),
@@ -289,7 +305,7 @@ class Engine(PlacedModel):
     def step(self, totals: Totals, reduce: Callable[[], Array], sent: int) -> StepReport:
         """Call ``reduce``, which is collective, and update parameters from the averaged gradient that it returns.
 
-        ``totals`` are those of the gradient's global batch. ``sent`` is the value of ``grid.bytes_sent`` before the
+        ``totals`` are those of the gradient's global batch. ``sent`` is the value of ``store.bytes_sent`` before the
         gradient was computed. If the gradient is not finite, the update is skipped.
         """
         self.scalars.agree_on_rate(self._bound().learning_rate)  # it may have changed since the gradient was agreed on

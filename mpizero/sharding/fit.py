@@ -245,11 +245,13 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
 
 def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
     """Evaluate the validation samples; return "validation_loss" and, for scores of classes, "accuracy". Collective."""
+    from mpizero.data.batches import slab_of
+
     comm = optimizer.model.mesh.communicator
     group = optimizer.model.batch_group
     part = Grains(len(valid), 1).samples_of(group.rank, group.size)
     with all_ranks(comm):
-        x, y = valid.samples(np.arange(part.start, part.stop))
+        x, y = slab_of(optimizer.model).samples(valid, np.arange(part.start, part.stop))
     evaluation = optimizer.model.evaluate(x, y)
     losses = {"validation_loss": evaluation.loss}
     return losses if evaluation.accuracy is None else {**losses, "accuracy": evaluation.accuracy}

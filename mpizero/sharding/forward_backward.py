@@ -70,8 +70,10 @@ class BlockEvaluator:
 
     If parameters are sharded, a unit is gathered before its forward pass and freed afterwards, and again for its
     backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` adds the length of the sequences in a
-    micro-batch ``x`` to its ``Run``. In the methods, "collective if sharded" means collective over the data group if
-    parameters or gradients are sharded.
+    micro-batch ``x`` to its ``Run``. After an error of the types ``agreeable`` (:func:`agreeable_errors`) a rank joins
+    the remaining collectives. After another one it must not: with layers that are split over ranks, the others wait
+    inside a layer. In the methods, "collective if sharded" means collective over the data group if parameters or
+    gradients are sharded.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class BlockEvaluator:
         store: ParameterProvider,
         loss_scale: Callable[[], float],
         run_on: Callable[[Any, Run], Run] = lambda x, run: run,
+        agreeable: tuple[type[Exception], ...] = (Exception,),
     ) -> None:
         self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
+        self._agreeable = agreeable
         self.criterion = model.loss
         self.blocks = dict(model.blocks)
         self.units = store.layout.units
@@ -89,8 +93,8 @@ class BlockEvaluator:
     def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
 
-        Collective if sharded. If a layer raises, this rank first joins the remaining collectives, then raises the
-        error.
+        Collective if sharded. If a layer raises an error that all ranks can agree on, this rank first joins the
+        remaining collectives, then raises the error.
 
         Parameters
         ----------
@@ -104,7 +108,7 @@ class BlockEvaluator:
         """
         caches: dict[str, Any] = {}
         clock = self.store.timeline
-        with _Passage(self.store, self.units, gradients.reduce) as passed:
+        with _Passage(self.store, self.units, gradients.reduce, self._agreeable) as passed:
             run = self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
@@ -147,7 +151,7 @@ class BlockEvaluator:
 
     def predict(self, x: Any, run: Run = EVALUATE) -> Any:
         """Return the last block's output for ``x``; if ``x`` is None, only join the gathers. Collective if sharded."""
-        with _Passage(self.store, self.units, None) as passed:
+        with _Passage(self.store, self.units, None, self._agreeable) as passed:
             run = EVALUATE if x is None else self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
@@ -189,12 +193,18 @@ class _Passage:
 
     The collectives are a gather of parameters before each pass of a unit, and a reduction after its backward pass. A
     rank whose computation fails, or that has no micro-batch, still joins all these collectives, so that no other rank
-    waits for it: as a context manager, a passage joins them if the code inside raises. If ``done`` is None, there is
-    only a forward pass.
+    waits for it: as a context manager, a passage joins them if the code inside raises an error of the types
+    ``agreeable``. If ``done`` is None, there is only a forward pass.
     """
 
-    def __init__(self, store: ParameterProvider, units: Sequence[Unit], done: UnitDone | None) -> None:
-        self.store, self.report = store, done
+    def __init__(
+        self,
+        store: ParameterProvider,
+        units: Sequence[Unit],
+        done: UnitDone | None,
+        agreeable: tuple[type[Exception], ...] = (Exception,),
+    ) -> None:
+        self.store, self.report, self._agreeable = store, done, agreeable
         backward = list(reversed(units)) if done is not None else []
         self.gathers = deque([*units, *backward])
         self.ends = deque(backward)
@@ -203,7 +213,7 @@ class _Passage:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, CollectiveError | PeerFailure):
+        if isinstance(error, self._agreeable) and not isinstance(error, CollectiveError | PeerFailure):
             self.finish()
 
     def unit(self, unit: Unit) -> AbstractContextManager[dict[str, Any]]:

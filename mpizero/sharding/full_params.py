@@ -89,7 +89,10 @@ class GlobalView:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Exchange which parameters are read from which rank of the model group. Collective over the model group."""
+        """Tell the other ranks of the replica which parameters this rank sends when they are read; learn theirs.
+
+        Collective over the model group.
+        """
         grid, declared = self.grid, tuple(entry.spec for entry in self.store.layout.parameters)
         message, problem = list[ParameterMessage](), ""
         try:

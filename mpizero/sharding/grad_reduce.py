@@ -57,8 +57,9 @@ from mpizero.layout.flat import FlatLayout, Unit, united, views
 from mpizero.layout.sum_tree import Folding, FoldStep, Round, RowsPlan, round_plan, rows_plan
 from mpizero.sharding.batch import Divisors, DynamicScheduler, GlobalBatch, Grain
 from mpizero.sharding.config import Placement, ScratchUse, gradient_codec, overlaps_reduction, round_buffer_sizes
+from mpizero.sharding.integer_arrays import IntegerState
 from mpizero.sharding.integrity import GradientDict
-from mpizero.sharding.params import Allocator, IntegerState, ParameterStore, Shard, grid_rows_plan, on_all_ranks, paged
+from mpizero.sharding.params import Allocator, ParameterStore, Shard, grid_rows_plan, on_all_ranks, paged
 from mpizero.types import Array
 
 
@@ -348,7 +349,9 @@ class ReduceScatterBuffer:
             self.stack = self.memory.private("gradients", (1, self.shard.gradient_size), self.dtype)
         self.grain_sum = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
         self._named = views
-        self._planned = lru_cache(CACHED_PLANS)(partial(round_plan, groups=self.grid.group_sizes))
+        self._planned = lru_cache(CACHED_PLANS)(
+            lambda count: round_plan(self.grid.leaves(count), self.grid.group_sizes)
+        )
         self._views: dict[tuple[int, int], Any] = {}
         self._next = self._root = 0
         self._queue = SegmentQueue(exchange)
@@ -389,7 +392,7 @@ class ReduceScatterBuffer:
         self._queue.poll()
 
     def finish(self) -> None:
-        """Wait for the partial sums in flight and add them to the stack. Not collective.
+        """Wait for the partial sums in flight, and add each to its level of the stack. Not collective.
 
         [Note: sums in flight] in :meth:`reduce_scatter` says when they are in flight.
         """
@@ -602,7 +605,7 @@ class AllReduceBuffer:
 
     def _dynamic_micro_batches(self, batch: GlobalBatch) -> Iterator[MicroBatch]:
         assert self.scheduler is not None
-        folding = Folding(batch.count, self._rows_a_rank)
+        folding = Folding(self.grid.leaves(batch.count), self._rows_a_rank)
         while part := self.scheduler.next_part(self._rows_a_rank - len(folding.sums)):
             for grain in part:
                 yield from self._micro_batches_of(batch.grains[grain], folding.add(grain))
@@ -746,7 +749,8 @@ class AllReduceBuffer:
         if self._dynamic_grains and self._plan is None:
             assert self.scheduler is not None
             assigned, groups = self.scheduler.assigned(self._dynamic_grains), self.grid.group_sizes
-            self._plan = rows_plan(assigned, groups, self._dynamic_grains, rows=self._rows_a_rank)
+            leaves = self.grid.leaves(self._dynamic_grains)
+            self._plan = rows_plan(assigned, groups, leaves, rows=self._rows_a_rank)
 
     def _pieces(self) -> tuple[Iterator[RowRange], tuple[Array, Array]]:
         """Exchange partial sums; return an iterator over the pieces that this rank must sum, and the tree programs.

@@ -198,10 +198,9 @@ class Integrity:
     def _local_ranges(self) -> Iterator[tuple[_Range, Array]]:
         """Yield every range of parameters and optimizer state that this rank updates, with a view of its values."""
         store, updater = self.store, self._updater
-        for shard in (store.shard,) if store.sharded else store.group_shards:
-            for entry, part, offset in shard.pieces():
-                start = store.base + offset if store.sharded else part.start
-                values = store.values[start : start + part.size]
+        for shard in store.kept_shards:
+            for entry, part, _ in shard.pieces():
+                values = store.values[slice(*store.stored_span(shard, entry.unit, part))]
                 yield from _named("parameters", entry.spec, part.start - entry.offset, values)
         if updater is None:
             return

@@ -6,24 +6,26 @@ Training settings, which are plain data, are in :class:`~mpizero.sharding.config
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import groupby
+from math import prod
 from typing import Any, Self
 from weakref import WeakSet
 
 from mpizero._util.checks import Unexpected, flag, is_whole, whole
 from mpizero._util.names import explains
-from mpizero._util.settings import Settings, duration, optional, setting
+from mpizero._util.settings import Settings, duration, many, optional, setting
 from mpizero.comm import Communicator, ProcessGrid, as_communicator
 from mpizero.comm.agreement import check_call
 from mpizero.errors import GridError
 from mpizero.guard import guard
 from mpizero.guard.watchdog import Watchdog
 from mpizero.layout import Axes
+from mpizero.layout.fields import Box, Cut
 
-#: The axes that split a model; the axis ``data`` replicates it.
+#: The axes that split a model; the axis ``data`` replicates it. A domain takes the place of the axis ``context``.
 SPLITTING = ("pipeline", "tensor", "context")
 #: The default order of the axes, slowest first.
 ORDER = "pipeline,tensor,data"
@@ -54,13 +56,36 @@ class AxisSettings(Settings):
     pipeline: int = setting(1, whole(1), resume="free")
     tensor: int = setting(1, whole(1), resume="free")
     context: int = setting(1, whole(1), resume="free")
+    domain: tuple[int, ...] = setting(
+        (), many(whole(1), what="the number of parts of each axis of space, such as (2, 2)"), resume="free"
+    )
     data: int = setting(-1, _replicas, resume="free")
     order: str = setting(ORDER, _axis_order, resume="free")
 
+    def check_combination(self) -> None:
+        """Raise an error if a domain is cut too finely, or combined with a tensor or context group."""
+        super().check_combination()
+        if not self.domain:
+            return
+        try:
+            Cut(self.domain)
+        except GridError as error:
+            raise self.reject("domain", str(error).partition("not allowed: ")[2]) from None
+        for axis in ("tensor", "context"):
+            if getattr(self, axis) > 1:
+                raise self.reject(
+                    axis, f"must be 1 with {self.named('domain')}: the ranks that share space have all layers whole"
+                )
+
+    @property
+    def sample_parts(self) -> int:
+        """Number of ranks that share each sample: by its sequence or by its space."""
+        return self.context * prod(self.domain)
+
     @property
     def splits_model(self) -> bool:
-        """True if a rank holds only a part of the model or of each sequence."""
-        return any(getattr(self, axis) > 1 for axis in SPLITTING)
+        """True if a rank holds only a part of the model or of each sample."""
+        return self.pipeline * self.tensor * self.sample_parts > 1
 
     def axes_of(self, ranks: int) -> Axes:
         """Return the sizes and the order of the axes for a job of ``ranks`` ranks.
@@ -70,7 +95,14 @@ class AxisSettings(Settings):
         GridError
             If the product of the sizes is not the number of ranks.
         """
-        return Axes.build(ranks, **self.values_of(AxisSettings))
+        sizes = self.values_of(AxisSettings) | {"context": self.sample_parts}
+        del sizes["domain"]
+        try:
+            return Axes.build(ranks, **sizes)
+        except GridError as error:
+            if not self.domain:
+                raise
+            raise GridError(str(error).replace(f"context={self.sample_parts}", f"domain={self.domain}")) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +111,7 @@ class NodeSettings(Settings):
 
     ranks_per_node: int | None = setting(None, optional(whole(1)), resume="free")
     share_node_memory: bool = setting(True, flag, resume="free")
+    shard_nodes: int | None = setting(None, optional(whole(1)), resume="free")
 
 
 @explains
@@ -97,6 +130,9 @@ class Mesh(NodeSettings, AxisSettings):
     pipeline, tensor, context : int
         Number of pipeline stages, of ranks over which each layer is split, and of ranks over which each sequence is
         split. Values above 1 need a model of blocks (docs/concepts.md).
+    domain : tuple of int
+        Number of parts of each axis of space into which fields are cut, such as (2, 2); () cuts none. So many ranks
+        share each sample (docs/fields.md). They take the place of a context group; tensor and context must be 1.
     data : int
         Number of replicas of the model; -1 makes as many as the number of ranks allows.
     order : str or None
@@ -107,6 +143,10 @@ class Mesh(NodeSettings, AxisSettings):
     share_node_memory : bool
         Whether replicated data has one copy per node, in an MPI-3 shared window; otherwise every rank has a copy of its
         own.
+    shard_nodes : int or None
+        Number of nodes over which ZeRO-3 (FSDP) shards parameters; each group of so many nodes keeps all of them.
+        Gradients and optimizer state are sharded over all nodes. Must divide the number of nodes; None, and a number
+        not less than that of the nodes, shards over all nodes (docs/nodes.md).
     timeout : float or None
         A rank that has been inside one collective for this many seconds ends the job with a report of every rank's
         Python line; None is no timeout. The seconds count from the last bytes of files or messages that have moved.
@@ -192,7 +232,39 @@ class Mesh(NodeSettings, AxisSettings):
         if not named:
             return ranks
         head = f"{ranks}: " + " x ".join(f"{axis} {axes.sizes[axis]}" for axis in named)
-        return head if len(named) == 1 else "\n".join([head, *_lines(axes, named)])
+        text = head if len(named) == 1 else "\n".join([head, *_lines(axes, named)])
+        cut = " x ".join(map(str, self.domain))
+        return (
+            text.replace(f"context {prod(self.domain)}", f"domain {cut}").replace("context", "domain") if cut else text
+        )
+
+    def slab(self, shape: Sequence[int]) -> Box:
+        """Return this rank's part of fields, as slices of the axes of space. Not collective after the first use.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Extents of the whole field: one for each axis of the domain.
+
+        Raises
+        ------
+        GridError
+            If ``shape`` has other axes than the domain, or the mesh has none.
+
+        Examples
+        --------
+        >>> import mpizero as mz
+        >>> def part(comm):
+        ...     with mz.Mesh(comm, domain=(2, 1)) as mesh:
+        ...         return mesh.slab((37, 53))
+        >>> mz.testing.run_in_threads(2, part)
+        [(slice(0, 19, None), slice(0, 53, None)), (slice(19, 37, None), slice(0, 53, None))]
+        """
+        if not self.domain or len(shape) != len(self.domain):
+            raise GridError(
+                f"slab({tuple(shape)}): the mesh has domain={self.domain}; give one extent for each axis of its domain"
+            )
+        return Cut(self.domain).box(shape, self.axes.coordinates(self.rank).context)
 
     # ------------------------------------------------------------------ groups
 
@@ -212,7 +284,8 @@ class Mesh(NodeSettings, AxisSettings):
             grids[axes, private] = ProcessGrid.create(
                 self.communicator,
                 share_node_memory=self.share_node_memory and not private,
-                ranks_per_node=None if private else self.ranks_per_node,
+                ranks_per_node=self.ranks_per_node,
+                shard_nodes=self.shard_nodes,
                 axes=axes,
             )
         return grids[axes, private]

@@ -21,7 +21,7 @@ import numpy as np
 from mpizero import checkpoint, kernels
 from mpizero._util.checks import number, require
 from mpizero._util.names import explains
-from mpizero._util.pytree import count_samples
+from mpizero._util.pytree import SampleTree, count_samples
 from mpizero._util.text import notice
 from mpizero.checkpoint.format import ALIGNMENT
 from mpizero.comm import Communicator
@@ -287,9 +287,11 @@ class Model(ParameterAccess):
     def predict(self, x: Any, *, ema: bool = False) -> Any:
         """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
 
+        The ranks of a domain pass their parts of the same fields, and get those of the predictions.
+
         Collective if parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, even if the ranks share
-        memory. Otherwise each rank may call it alone; but with ZeRO-1 and ZeRO-2 on several nodes whose ranks share
-        memory the first call after a step is collective, because the ranks of a node wait together for the updated
+        memory. Otherwise each rank may call it alone; but with ZeRO-1 and ZeRO-2 on several nodes (on several ranks, if
+        they share no memory) the first call after a step is collective, because the ranks wait together for the updated
         parameters. With ``ema`` the parameters' moving average (``ShardingConfig(ema=...)``) is used instead of the
         parameters, and the call is collective.
 
@@ -298,8 +300,11 @@ class Model(ParameterAccess):
         CollectiveMismatch
             On all ranks, if the call is collective and other ranks call something else.
         """
-        if self._shards_parameters or ema or self._engine.store.awaits_node:
+        if self._shards_parameters or ema or self._engine.store.in_flight:
             self._check_call("predict")
+            self._engine.store.begin_sending()
+        if self._engine.partitioned.cut is not None:
+            self._engine.agree_on_space(SampleTree.of(x=x), alone=True)
         if not ema:
             return self._engine.runner.predict(x)
         engine, comm = self._engine, self._mesh.communicator
@@ -513,7 +518,7 @@ class Model(ParameterAccess):
         """
 
         def computed(engine: Engine) -> Pending:
-            sent = engine.grid.bytes_sent
+            sent = engine.store.bytes_sent
             return Pending(*compute(engine), sent)
 
         before = 0 if self._pending is None else self._pending.calls
@@ -568,12 +573,12 @@ class Model(ParameterAccess):
         Raises
         ------
         ConfigError
-            If a rank holds only its part of the model.
+            If a rank holds only its part of the model, or of fields.
         """
         if self._parallel_layout is not None:
             raise ConfigError(
-                f"{self._name} cannot train by local steps: a rank holds only its part of the model; use a "
-                "data-parallel model with LocalSGDOptimizer"
+                f"{self._name} cannot train by local steps: a rank holds only its part of the model, or of fields (a "
+                "domain); use a data-parallel model with LocalSGDOptimizer"
             )
         before, values = self._engine, self.gather_full_parameters().copy()
         before.close()

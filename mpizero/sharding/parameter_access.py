@@ -32,6 +32,7 @@ from mpizero.optim.elementwise import state_size, state_specs, tensor_state_size
 from mpizero.sharding.batch import Totals
 from mpizero.sharding.config import Config, Placement, ShardingConfig, placement
 from mpizero.sharding.engine import Engine
+from mpizero.sharding.exactness import exactness
 from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import Shard, UpdatePiece, warn_private
 from mpizero.sharding.partition import (
@@ -40,7 +41,6 @@ from mpizero.sharding.partition import (
     check_distinct_modules,
     check_model,
     describe_model,
-    exactness,
     incompatible_axes,
 )
 from mpizero.sharding.step_report import SkippedSteps, StepReport
@@ -352,7 +352,7 @@ class ParameterAccess:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks in the mesh, also if several of them hold one replica together."""
+        """The number of all ranks in the mesh (not of replicas, which several ranks may hold together)."""
         return self._world_size
 
     @property
@@ -594,6 +594,9 @@ class ModelMetadata:
     within_rounding : tuple of str
         Why results agree with one process only within rounding; empty if they have the bits of one process with the
         same tiles.
+    bits : str
+        "every CPU" if only this library computes, so that the bits do not depend on the type of CPU (with fused
+        multiply-adds); else "this CPU, because " and what else computes.
     averaged_every : int
         Number of steps from one averaging to the next if each rank trains its own copy (:class:`LocalSGDOptimizer`);
         else 0.
@@ -645,6 +648,7 @@ class ModelMetadata:
     group_ranks: dict[str, int]
     tiles: dict[str, int]
     within_rounding: tuple[str, ...]
+    bits: str
     averaged_every: int
     nodes: int
     ranks_per_node: int
@@ -681,7 +685,7 @@ def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_e
     """
     placement, grid, memory = engine.placement, engine.grid, engine.memory
     flags = {
-        "parameters": placement.shard_parameters,
+        "parameters": placement.shard_parameters and (grid.shard_group.size > 1 or grid.inter_node.size == 1),
         "gradients": placement.shard_gradients,
         "optimizer state": placement.shard_optimizer,
     }
@@ -699,6 +703,7 @@ def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_e
         group_ranks=grid.coordinates._asdict(),
         tiles=engine.partitioned.parallel_layout.virtual_ranks,
         within_rounding=engine.within_rounding,
+        bits=engine.bits,
         averaged_every=averaged_every,
         nodes=grid.inter_node.size,
         ranks_per_node=grid.node.size,
@@ -722,7 +727,8 @@ def _formula(engine: Engine) -> dict[str, float]:
     [Note: memory formulas] Let P be the number of parameter elements on this stage and tensor part (for gradients only
     those that are not frozen, for optimizer state only those that an optimizer trains), b the bytes of an element, and
     s the number of state arrays. Let n be the number of ranks of the data group, and L that of a node (1 if ranks share
-    no memory). On each rank, parameters need P*b/n if they are sharded and P*b/L if not; gradients need P*b/n if they
+    no memory), and g the number of groups of nodes that each keep all parameters (1 without ``shard_nodes``). On each
+    rank, parameters need P*b*g/n if they are sharded and P*b/L if not; gradients need P*b/n if they
     are summed in rounds and P*b if not; state needs s*P*b/n if it is sharded and s*P*b/L if not. Compression with error
     feedback also keeps residuals, 2*P*b/L if state is not sharded. If state is sharded, a rank keeps no residuals for
     its own ranges: with d ranks in the inter-node group, residuals need 2*P*b/L*(1 - 1/d). Here P is the number of
@@ -743,7 +749,7 @@ def _formula(engine: Engine) -> dict[str, float]:
         packed = engine.layout.gradient_size - sum(span.size for span in engine.exchange.exact)
         feedback["residuals"] = 2 * packed * item / local * (1 if engine.exchange.replicated else 1 - 1 / nodes)
     return feedback | {
-        "parameters": engine.layout.size * item / (n if placement.shard_parameters else local),
+        "parameters": engine.layout.size * item / (n / len(grid.shard_groups) if placement.shard_parameters else local),
         "gradients": changed * item / (n if placement.in_rounds else 1),
         "optimizer state": (every - tensors) * item / (n if placement.shard_optimizer else local) + tensors * item / n,
     }

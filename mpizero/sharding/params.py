@@ -4,21 +4,15 @@
 it updates. :class:`Memory` allocates all arrays of model state, privately or in windows that a node shares, and counts
 their bytes. :class:`ParameterStore` holds the parameters in this memory: all of them on every node, or only the shards
 of the node's ranks, from which units are gathered when they are needed. :class:`ParameterAllGather` sends updated
-parameters to the other nodes during the next forward pass (ZeRO-1 and 2). :class:`IntegerState` stores a model's
-integer arrays. :func:`fits_shared_memory` checks in advance whether parameters and gradients fit into shared memory.
-
-[Note: agreement] Every rank keeps the integer arrays of its stage, which layers may change. In a step each micro-batch
-reads the values from before the step, and may write new values. The new values must be equal for all micro-batches,
-because integers cannot be averaged. A rank compares the new values of its own micro-batches. Then all ranks exchange
-hashes of their new values. Ranks without a micro-batch receive the new values if these differ from the old ones. A step
-that updates the parameters adopts the new values; a skipped step drops them.
+parameters to the other nodes during the next forward pass (ZeRO-1 and 2, and ZeRO-3 over groups of nodes).
+:func:`fits_shared_memory` checks in advance whether parameters and gradients fit into shared memory.
 
 [Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region has an
-all-gather of its own, between the nodes that own parts of it; all of these all-gathers begin at once. Before a rank
-reads the parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node
-share one copy, each of them receives a part of the region, and the region is complete when all of them have received
-their parts. Each region therefore has a non-blocking barrier of the node; a rank begins the barrier as soon as its own
-messages of the region have arrived.
+all-gather of its own, between the nodes that own parts of it; these begin in that order. Before a rank reads the
+parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node share one
+copy, each of them receives a part of the region, and the region is complete when all of them have received their parts.
+Each region therefore has a non-blocking barrier of the node; a rank begins the barrier as soon as its own messages of
+the region have arrived.
 
 [Note: nobody waits for a rank that waits] The barrier of a region ends only when every rank of the node has begun it.
 So a rank must begin the barriers of all regions before it blocks in any other call. :meth:`ParameterAllGather.wait`
@@ -32,11 +26,10 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -50,16 +43,15 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Timeline
 from mpizero.comm.reduce import Gathering, begin_gather, keep_testing
 from mpizero.comm.startup import available_memory
-from mpizero.errors import CollectiveError, LayoutError, MpizeroError, OutOfMemoryError, PeerFailure, SharedMemoryError
+from mpizero.errors import CollectiveError, MpizeroError, OutOfMemoryError, PeerFailure, SharedMemoryError
 from mpizero.guard.reports import SHARED_FOLDER, taken_by_leftovers
 from mpizero.kernels.memory import PAGE
 from mpizero.layout import Span
 from mpizero.layout.batch import DEFAULT_GRAINS, contiguous_parts, max_dynamic_rows
-from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, by_global_name, joined, nested, united, views
-from mpizero.layout.mesh import GROUPS
+from mpizero.layout.flat import FlatLayout, ParameterUse, Unit, united, views
 from mpizero.layout.sum_tree import RowsPlan, rows_plan
-from mpizero.nn.layer import integers_of
 from mpizero.sharding.config import Config, Placement, gathers_units, round_buffer_sizes, schedules_dynamically
+from mpizero.sharding.integer_arrays import IntegerState
 from mpizero.types import Array, ParameterSpec
 
 
@@ -375,8 +367,15 @@ class MessageProgress:
     def __init__(self) -> None:
         self._polls: dict[str, Callable[[], object]] = {}
         self._finishes: dict[str, Callable[[], object]] = {}
+        self._closes: dict[str, Callable[[], object]] = {}
 
-    def register(self, name: str, poll: Callable[[], object], finish: Callable[[], object] | None = None) -> None:
+    def register(
+        self,
+        name: str,
+        poll: Callable[[], object],
+        finish: Callable[[], object] | None = None,
+        close: Callable[[], object] | None = None,
+    ) -> None:
         """Register an object's ``poll`` and ``finish``, in place of functions of the same name. Not collective.
 
         Parameters
@@ -387,10 +386,14 @@ class MessageProgress:
             Lets the object's messages progress; not collective, and cheap if no message is in flight.
         finish : callable, optional
             Waits for the object's messages that other ranks of the node depend on.
+        close : callable, optional
+            Waits for all of the object's messages, before their memory is freed; None if ``finish`` does so.
         """
         self._polls[name] = poll
         if finish is not None:
             self._finishes[name] = finish
+        if close is not None:
+            self._closes[name] = close
 
     def poll(self) -> None:
         """Call all registered ``poll`` functions: make the messages in flight progress. Not collective."""
@@ -406,10 +409,12 @@ class MessageProgress:
             finish()
 
     def close(self) -> None:
-        """Call :meth:`finish` and remove all registered functions. Collective over the data group."""
+        """Wait for all messages, and remove all registered functions. Collective over the data group."""
         self.finish()
-        self._polls.clear()
-        self._finishes.clear()
+        for close in self._closes.values():
+            close()
+        for functions in (self._polls, self._finishes, self._closes):
+            functions.clear()
 
 
 class Memory:
@@ -611,6 +616,11 @@ class ParameterStore:
     ranks of the node, because from then on no rank reads the other slot. Every rank gathers the same units in the same
     order.
 
+    [Note: groups of nodes] With ``shard_nodes`` a unit is gathered inside a group of nodes (``grid.shard_group``), so
+    each group keeps all parameters. A rank still owns and updates its part of a division over all ranks. It keeps
+    copies of the shards of the ranks at its place in the other groups (``grid.replicas``), which send it new values
+    after each update: the shards that the rank keeps, all together, are what it sends when a unit is gathered.
+
     [Note: newer values on a GPU] If a rank is alone in its data group and trains on a GPU, the GPU may have newer
     parameters than this store. These values are copied to the host when :attr:`values`, :meth:`owned` or
     :meth:`unshard` is used.
@@ -654,12 +664,18 @@ class ParameterStore:
     ) -> None:
         self.layout, self.grid, self.memory, self.dtype = layout, grid, memory, np.dtype(dtype)
         self.timeline, self._rounded = timeline or Timeline(), rounded
-        self.sharded = sharded and grid.inter_node.size > 1
+        self.sharded = sharded and grid.shard_group.size > 1
         self.shard = Shard(layout, grid.data.rank, grid.data.size)
-        members = [Shard(layout, rank, grid.data.size) for rank in grid.node_ranks]
-        self.bases = np.concatenate([[0], np.cumsum([shard.size for shard in members])]).tolist()
-        size = int(self.bases[-1]) if self.sharded else layout.size
+        held = [Shard(layout, rank, grid.data.size) for rank in grid.held_ranks]
+        self._bases = dict(zip(grid.held_ranks, _running([shard.size for shard in held]), strict=True))
+        size = sum(shard.size for shard in held) if self.sharded else layout.size
         self.group_shards = tuple(Shard(layout, rank, grid.data.size) for rank in grid.inter_node_ranks)
+        self._sent_by = [
+            [Shard(layout, other, grid.data.size) for other in grid.replicas_of(r)] for r in grid.shard_group_ranks
+        ]
+        #: The shards of which this rank has a copy, and that it or a peer updates.
+        self.kept_shards = self._sent_by[grid.shard_group.rank] if self.sharded else self.group_shards
+        self._copy_group = grid.replicas if self.sharded else grid.inter_node
         self._buffers: tuple[Array, ...] = ()
         self._next = 0
         with on_all_ranks(grid.world, "parameters"):
@@ -667,12 +683,12 @@ class ParameterStore:
             if self.sharded:
                 self._buffers = memory.shared("buffers", [(layout.largest_gathered,)] * UNIT_BUFFERS, dtype)
         self._coming: tuple[Unit, Gathering] | None = None
-        self._regions = () if self.sharded or grid.inter_node.size == 1 else layout.regions(REGION)
+        self._regions = layout.regions(REGION) if self._copy_group.size > 1 else ()
         self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
         self._gathering: list[ParameterAllGather] = []
         weakref.finalize(self, poll_pending, self._gathering)
         self.progress = memory.progress
-        self.progress.register("parameters", self.poll, finish=self.wait)
+        self.progress.register("parameters", self.poll, finish=self._finish_for_node, close=self.wait)
         self._source: Callable[[Array], None] | None = None
         self._outdated = False
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
@@ -712,16 +728,23 @@ class ParameterStore:
     @property
     def base(self) -> int:
         """The index of the first element of this rank's shard in the array of a sharded store."""
-        return int(self.bases[self.grid.node.rank])
+        return self._bases[self.grid.data.rank]
+
+    def stored_span(self, shard: Shard, unit: int, part: Span) -> Span:
+        """Return where a range of the flat parameter vector is in the store's array. Not collective.
+
+        ``part`` is a range of unit number ``unit`` that belongs to ``shard``, one of :attr:`kept_shards`.
+        """
+        if not self.sharded:
+            return part
+        return part.shift(self._bases[shard.rank] + shard.offsets[unit] - shard.spans[unit].start)
 
     def owned(self, unit: int) -> Array:
         """Return a writable view of this rank's range of the parameters of unit number ``unit``. Not collective."""
         for gathering in self._gathering:
             gathering.wait_requests()  # what is still being sent must not change
-        span = self.shard.spans[unit]
-        start = self.base + self.shard.offsets[unit] if self.sharded else span.start
         values, self._source = self._local_values(), None  # the caller writes newer values than the GPU's
-        return values[start : start + span.size]
+        return values[slice(*self.stored_span(self.shard, unit, self.shard.spans[unit]))]
 
     @contextmanager
     def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
@@ -740,7 +763,7 @@ class ParameterStore:
             Whether the caller itself calls :meth:`wait` for each block before it reads the block's parameters.
         """
         number = 0
-        if self._gathering and not by_block:
+        if self._gathering and not by_block and not self.sharded:
             self.wait()
         self._local_values()
         if self.sharded:
@@ -780,11 +803,12 @@ class ParameterStore:
                 self._round((self.shard,) if exchange else self.group_shards)
             started = []
             if exchange and self._regions:
-                started = [
-                    ParameterAllGather(
-                        self.grid, self.memory, self._values, self._regions, self.group_shards, halves=self._rounded
-                    )
+                regions = [
+                    [self.stored_span(s, n, s.spans[n].intersect(r)) for s in self.kept_shards]
+                    for n, r in self._regions
                 ]
+                window = None if self.sharded else self.memory
+                started = [ParameterAllGather(self._copy_group, self._values, regions, window, halves=self._rounded)]
             self.memory.barrier("all-gather")
             self._gathering[:] = started
             if not later:
@@ -795,8 +819,7 @@ class ParameterStore:
         """Round the parameters of ``shards``, which this rank has written, in place. Not collective."""
         for shard in shards:
             for unit, span in enumerate(shard.spans):
-                start = self.base + shard.offsets[unit] if self.sharded else span.start
-                kernels.cpu.update.round_bfloat16(self._values[start : start + span.size])
+                kernels.cpu.update.round_bfloat16(self._values[slice(*self.stored_span(shard, unit, span))])
 
     def wait(self, block: str | None = None) -> None:
         """Wait until the updated parameters of ``block`` (None: of all blocks) have arrived from their owners.
@@ -809,10 +832,28 @@ class ParameterStore:
             if self._gathering[0].ended:
                 self._gathering.clear()
 
+    def _finish_for_node(self) -> None:
+        """Wait for the messages that other ranks of the node depend on. There are none if parameters are sharded."""
+        if not self.sharded:
+            self.wait()
+
+    def begin_sending(self) -> None:
+        """Begin to send all parameters that the last update has changed. Collective over the data group.
+
+        See [Note: small messages first] in :class:`ParameterAllGather`.
+        """
+        for gathering in self._gathering:
+            gathering.begin()
+
     @property
-    def awaits_node(self) -> bool:
-        """Tell whether updated parameters are in flight for whose arrival the ranks of a node wait together."""
-        return bool(self._gathering) and self.grid.node.size > 1
+    def in_flight(self) -> bool:
+        """Tell whether updated parameters are in flight, for which ranks wait in a collective call."""
+        return bool(self._gathering)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other ranks for any purpose, with those of parameters that it will send."""
+        return self.grid.bytes_sent + sum(gathering.bytes_left for gathering in self._gathering)
 
     def _last_region(self, block: str) -> int:
         """Return how many regions, counted from the first, a rank must wait for before it reads ``block``."""
@@ -882,14 +923,17 @@ class ParameterStore:
         """Let messages with parameters progress. Not collective."""
         if self._coming is not None:
             self._coming[1].test()
-        elif self._gathering:
+        if self._gathering:
             self._gathering[0].poll()
 
     def _begin(self, unit: Unit) -> None:
         """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
-        spans = [self._buffer_spans(unit, shard) for shard in self.group_shards]
-        sent, target = self._sent(unit), self._buffers[self._next]
-        self._coming = unit, begin_gather(self.grid.inter_node, sent, target, spans, halves=self._rounded)
+        if self._gathering:  # what other groups of nodes have updated
+            self.wait(max(unit.blocks, key=lambda block: self._needed[block]))
+        spans = [[span for shard in kept for span in self._buffer_spans(unit, shard)] for kept in self._sent_by]
+        sent = [part for shard in self.kept_shards for part in self._sent(unit, shard)]
+        target = self._buffers[self._next]
+        self._coming = unit, begin_gather(self.grid.shard_group, sent, target, spans, halves=self._rounded)
 
     def _bring(self, unit: Unit) -> int:
         """Finish gathering a unit, and return the number of its slot. Collective over the data group."""
@@ -923,13 +967,15 @@ class ParameterStore:
             offset += entry.spec.size
         return tuple(spans)
 
-    def _sent(self, unit: Unit) -> list[Array]:
-        sent = [self.owned(unit.index)]
+    def _sent(self, unit: Unit, shard: Shard) -> list[Array]:
+        """Return the values of ``shard``, in the order of :meth:`_buffer_spans`. Not collective."""
+        parts = [self.stored_span(shard, unit.index, shard.spans[unit.index])]
         for entry in unit.aliases:
             home = self._home(entry.spec.tied)
-            part = entry.span.intersect(self.shard.spans[home]).shift(-self.shard.spans[home].start)
-            sent.append(self.owned(home)[part.start : part.stop] if part.size else self._values[:0])
-        return sent
+            part = entry.span.intersect(shard.spans[home])
+            parts.append(self.stored_span(shard, home, part) if part.size else part)
+        values = self._local_values()
+        return [values[part.start : part.stop] for part in parts]
 
     def _home(self, name: str | None) -> int:
         return self.layout.by_name[str(name)].unit
@@ -963,60 +1009,69 @@ REGION = 1 << 16
 class ParameterAllGather:
     """Send the parameters that one update has changed to the copies on all nodes, region by region.
 
-    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins the
-    all-gathers, in the order in which the next forward pass uses the parameters; it is collective over the data group.
-    All of them begin at once, because a rank may then call a method that is not collective, and wait in it for messages
-    that other ranks would have to begin.
+    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins that of the
+    first region which the next forward pass uses; it is collective over the data group.
+
+    [Note: small messages first] The other all-gathers begin, all at once, when the ranks have agreed on the next batch.
+    Between two hosts MPI sends messages in the order in which they begin, so the small messages of this agreement wait
+    only for the parameters that the first block needs anyway. A rank that computes nothing begins them as well, before
+    it waits for others. Because ranks do so in their next call that uses parameters, that call must be collective.
 
     Parameters
     ----------
-    grid : ProcessGrid
-        The ranks; those of the inter-node group exchange parameters.
-    memory : Memory
-        The allocator that has the shared window of ``values``.
+    comm : Communicator
+        The ranks that exchange parameters.
     values : 1-D array
         The node's copy of the parameters, in which this rank has updated its own ranges.
-    regions : sequence of (int, Span)
-        For each region the index of its unit, and its range of the flat parameter vector.
-    shards : sequence of Shard
-        The shards of the ranks of the inter-node group.
+    regions : sequence of sequences of Span
+        For each region, the range of ``values`` that each rank of ``comm`` has updated.
+    memory : Memory, optional
+        The allocator that has the shared window of ``values``. None if each rank reads only the ranges that it receives
+        itself; a region is then complete when they have arrived.
     halves : bool
         Whether to send float32 values, which are bfloat16 numbers, in 16 bits.
     """
 
     def __init__(
         self,
-        grid: ProcessGrid,
-        memory: Memory,
+        comm: Communicator,
         values: Array,
-        regions: Sequence[tuple[int, Span]],
-        shards: Sequence[Shard],
+        regions: Sequence[Sequence[Span]],
+        memory: Memory | None = None,
         *,
         halves: bool = False,
     ) -> None:
-        self._memory = memory
-        self._gatherings: list[Gathering] = []
+        self._comm, self._values, self._memory, self._halves = comm, values, memory, halves
+        self._regions, self._gatherings = regions, list[Gathering]()
         self._barriers: list[Request | None] = []
-        for unit, region in regions:
-            spans = [(shard.spans[unit].intersect(region),) for shard in shards]
-            ((part,),) = spans[grid.inter_node.rank : grid.inter_node.rank + 1]
-            own = [values[part.start : part.stop]]
-            self._gatherings.append(begin_gather(grid.inter_node, own, values, spans, halves=halves))
         self._arrived = self._ready = 0
+        self.begin(1)
 
     @property
     def ended(self) -> bool:
         """Tell whether this rank has waited until all regions were complete. Not collective."""
-        return self._ready == len(self._gatherings)
+        return self._ready == len(self._regions)
+
+    def begin(self, regions: int | None = None) -> None:
+        """Begin the all-gathers of the first ``regions`` regions, or of all. Collective over the data group."""
+        for spans in self._regions[len(self._gatherings) : regions]:
+            own, targets = [self._values[slice(*spans[self._comm.rank])]], [(span,) for span in spans]
+            self._gatherings.append(begin_gather(self._comm, own, self._values, targets, halves=self._halves))
+
+    @property
+    def bytes_left(self) -> int:
+        """The number of bytes that this rank has yet to begin to send. Not collective."""
+        own = sum(spans[self._comm.rank].size for spans in self._regions[len(self._gatherings) :])
+        return own * (self._comm.size - 1) * (2 if self._halves else self._values.itemsize)
 
     def poll(self) -> bool:
-        """Let messages progress, and tell whether all of this rank's sends and receives have ended. Not collective."""
+        """Let messages progress, and tell whether all sends and receives that have begun have ended. Not collective."""
         while self._arrived < len(self._gatherings) and keep_testing(self._gatherings[self._arrived].test):
             self._note()
         return self._arrived == len(self._gatherings)
 
     def wait_requests(self) -> None:
-        """Wait until all of this rank's sends and receives have ended. Not collective."""
+        """Wait until all sends and receives that have begun have ended. Not collective."""
         for gathering in self._gatherings:
             gathering.wait()
 
@@ -1024,9 +1079,10 @@ class ParameterAllGather:
         """Wait until the first ``regions`` regions are complete, or all of them if it is None.
 
         Collective over the data group: ranks may call this method at different times, but all must have waited for all
-        regions before the next update.
+        regions before the next update. See [Note: small messages first].
         """
-        count = len(self._gatherings) if regions is None else regions
+        self.begin()
+        count = len(self._regions) if regions is None else regions
         while self._arrived < count:
             self._gatherings[self._arrived].wait()
             self._note()
@@ -1035,12 +1091,13 @@ class ParameterAllGather:
                 if barrier is not None:
                     barrier.wait()
             self._ready = count
-            self._memory.synchronize()
+            if self._memory is not None:
+                self._memory.synchronize()
 
     def _note(self) -> None:
         """Record that one more region has arrived on this rank, and begin the node's barrier for that region."""
         self._arrived += 1
-        self._barriers.append(self._memory.ibarrier("all-gather"))
+        self._barriers.append(None if self._memory is None else self._memory.ibarrier("all-gather"))
 
 
 def poll_pending(gathering: list[ParameterAllGather], seconds: float = 10.0) -> None:
@@ -1053,174 +1110,6 @@ def poll_pending(gathering: list[ParameterAllGather], seconds: float = 10.0) -> 
     with suppress(MpizeroError):  # others have ended or closed the communicator
         while gathering and not gathering[0].poll() and time.monotonic() < limit:
             time.sleep(1e-4)
-
-
-#: What a rank reports in :meth:`IntegerState.agree`: no new values, new values equal to the old ones, others.
-_NONE, _OLD, _NEW = range(3)
-
-
-class IntegerState:
-    """Keep the integer arrays of one rank's pipeline stage.
-
-    Parameters
-    ----------
-    model : BlockModel or BlackBoxModel
-        The whole model.
-    blocks : iterable of str
-        The blocks of this rank's stage.
-    grid : ProcessGrid
-        The process groups of this rank.
-
-    Attributes
-    ----------
-    specs : dict of str to tuple of IntegerSpec
-        The integer arrays of the whole model by block.
-    values : dict of str to Array
-        The arrays of this stage by global name.
-    """
-
-    def __init__(self, model: Any, blocks: Iterable[str], grid: ProcessGrid) -> None:
-        self.grid, self.specs = grid, integers_of(model)
-        local_blocks = frozenset(blocks)
-        self._local = {block: specs for block, specs in self.specs.items() if block in local_blocks}
-        self.values: dict[str, Array] = {}
-        self._written: dict[str, Array] = {}
-        for name, spec in by_global_name(self._local).items():
-            self.values[name], self._written[name] = (np.zeros(spec.shape, spec.dtype) for _ in range(2))
-        self._new: dict[str, Array] = {}
-        self._from: tuple[int, int] = (0, 0)
-
-    def set(self, arrays: Mapping[str, Array]) -> None:
-        """Set this stage's arrays from ``arrays``, by name; arrays of other stages are ignored. Not collective."""
-        for name in self.values.keys() & arrays.keys():
-            self.values[name][...] = arrays[name]
-
-    def copy_from(self, other: IntegerState) -> None:
-        """Copy the values of another state of the same stage. Not collective."""
-        self.set(other.values)
-
-    # ------------------------------------------------------------------ values for layers (not collective)
-
-    def readonly_views(self, block: str) -> dict[str, Any]:
-        """Return read-only views of a block's arrays, nested by local name."""
-        return self._views(block, self.values, writeable=False)
-
-    def targets(self, block: str) -> dict[str, Any]:
-        """Return the arrays that a block writes new values to, nested by local name."""
-        return self._views(block, self._written, writeable=True)
-
-    def _views(self, block: str, arrays: dict[str, Array], *, writeable: bool) -> dict[str, Any]:
-        by_name = {}
-        for spec in self._local.get(block, ()):
-            by_name[spec.name] = arrays[joined(block, spec.name)].view()
-            by_name[spec.name].flags.writeable = writeable
-        return nested(by_name)
-
-    def forget(self) -> None:
-        """Drop the new values of a step that has not ended."""
-        self._new = {}
-
-    def prepare(self, blocks: Iterable[str]) -> None:
-        """Copy current values to the arrays that ``blocks`` write to, so that unwritten elements keep their values."""
-        for name in self._names(blocks):
-            self._written[name][...] = self.values[name]
-
-    def take(self, block: str, first: int, count: int) -> LayoutError | None:
-        """Store ``block``'s new values; return an error if an earlier micro-batch has written different values.
-
-        ``first`` and ``count`` are the number of the micro-batch's first sample, and its number of samples.
-        """
-        for name in self._names([block]):
-            written = self._written[name]
-            if name not in self._new:
-                self._new[name], self._from = written.copy(), (first, count)
-            elif (self._new[name] != written).any():
-                earlier = f"{_excerpt(self._new[name])} after {_samples(*self._from)}, {_excerpt(written)} after"
-                return _differ(name, f"{earlier} {_samples(first, count)}")
-        return None
-
-    def _names(self, blocks: Iterable[str]) -> Iterator[str]:
-        return (joined(block, spec.name) for block in blocks for spec in self._local.get(block, ()))
-
-    # ------------------------------------------------------------------ agreement
-
-    def agree(self) -> None:
-        """Check that the new values of all ranks are equal, and send them to ranks without a micro-batch.
-
-        Collective over the world if the model has any integer array; else it does nothing.
-
-        Raises
-        ------
-        LayoutError
-            On all ranks, if new values differ between the ranks of a stage.
-        """
-        if not self.specs:
-            return
-        world, state = self.grid.world, _NONE
-        if self._new:
-            changed = any((self.values[name] != value).any() for name, value in self._new.items())
-            state = _NEW if changed else _OLD
-        table = np.empty((world.size, 2), np.int64)
-        digest = blake2b(b"".join(self._new[name].tobytes() for name in sorted(self._new)), digest_size=8).digest()
-        world.allgather(np.array([state, int.from_bytes(digest, "little", signed=True)]), table.reshape(-1), "integers")
-        stages = [self.grid.axes.coordinates(rank).pipeline for rank in range(world.size)]
-        for stage in set(stages):
-            hashes = {int(table[r, 1]) for r in range(world.size) if stages[r] == stage and table[r, 0] != _NONE}
-            if len(hashes) > 1:
-                self._explain(stages)
-        group = [int(table[rank, 0]) for rank in self.grid.axes.group(world.rank, GROUPS["data"])]
-        if _NONE in group and _NEW in group:
-            for name, value in self.values.items():
-                target = self._new.setdefault(name, value.copy())
-                self.grid.data.broadcast(target, group.index(_NEW), "integers")
-
-    def _explain(self, stages: list[int]) -> None:
-        """Raise an error that names the first array whose new values differ between ranks of a stage.
-
-        Collective over the world.
-        """
-        gathered = self.grid.world.allgather_object((self._new, self._from), "integers")
-        first: dict[tuple[int, str], int] = {}
-        for rank, (new, samples) in enumerate(gathered):
-            for name, value in new.items():
-                other = first.setdefault((stages[rank], name), rank)
-                known, where = gathered[other]
-                if (known[name] != value).any():
-                    raise _differ(
-                        name,
-                        f"{_excerpt(known[name])} after {_samples(*where)} on rank {other}, {_excerpt(value)} after "
-                        f"{_samples(*samples)} on rank {rank}",
-                    )
-
-    def commit(self) -> None:
-        """Adopt the new values at the end of a step that has updated the parameters. Not collective."""
-        for name, value in self._new.items():
-            self.values[name][...] = value
-        self._new = {}
-
-    def all_values(self) -> dict[str, Array]:
-        """Return copies of the integer arrays of the whole model by name. Collective over the model group."""
-        if not self.specs:
-            return {}
-        gathered: dict[str, Array] = {}
-        for values in self.grid.model.allgather_object(self.values, "integers"):
-            gathered |= values
-        return {name: gathered[name].copy() for name in by_global_name(self.specs)}
-
-
-def _differ(name: str, how: str) -> LayoutError:
-    return LayoutError(
-        f"the new value of integer array {name!r} differs between micro-batches: {how}; it must follow from the value "
-        "that each is given, not from the samples"
-    )
-
-
-def _samples(first: int, count: int) -> str:
-    return f"samples {first} to {first + count - 1}" if count > 1 else f"sample {first}"
-
-
-def _excerpt(value: Array) -> str:
-    return str(value.tolist()) if value.size <= 4 else f"{value.reshape(-1)[:4].tolist()} and {value.size - 4} more"
 
 
 def fits_shared_memory(
@@ -1306,14 +1195,14 @@ def _window_bytes(
 ) -> int:
     """Return the bytes of all shared windows that the ranks of this data group allocate on this node.
 
-    ``rows`` is the number of flat gradients that each rank stores, unless gradients are summed in rounds.
+    ``rows`` is the number of flat gradients that each rank stores; it is not used if gradients are summed in rounds.
     """
 
     def window(elements: int) -> int:
         return paged(elements * item)
 
-    if gathers_units(placement, grid.inter_node.size):
-        owned = sum(Shard(layout, rank, grid.data.size).size for rank in grid.node_ranks)
+    if gathers_units(placement, grid.shard_group.size):
+        owned = sum(Shard(layout, rank, grid.data.size).size for rank in grid.held_ranks)
         parameters = window(owned) + UNIT_BUFFERS * window(layout.largest_gathered)
     else:
         parameters = window(layout.size)
@@ -1325,7 +1214,7 @@ def _window_bytes(
 
 def grid_rows_plan(grid: ProcessGrid, count: int, *, scratch: bool) -> RowsPlan:
     """Return the plan that says in which order, and by which ranks, the gradients of ``count`` grains are added."""
-    return rows_plan(contiguous_parts(grid, count), grid.group_sizes, count, scratch=scratch)
+    return rows_plan(contiguous_parts(grid, count), grid.group_sizes, grid.leaves(count), scratch=scratch)
 
 
 def _rows(grid: ProcessGrid, config: Config, *, scratch: bool, dynamic: bool) -> int:

@@ -4,8 +4,8 @@
 pipeline stages and units are made. :class:`ParallelLayout` holds the sizes of the axes, the schedule, and the cuts into
 stages. From it :func:`partition_model` builds a rank's part of a model, a :class:`PartitionedModel`. Split layers
 compute in tiles (docs/concepts.md), whose number decides the bits of the result: :func:`resolve_tiles` chooses the
-number, and :func:`within_rounding` lists why bits differ nevertheless. :func:`describe_model` describes a model by
-named parts, so that ranks can check that they all have the same model.
+number. :func:`describe_model` describes a model by named parts, so that ranks can check that they all have the same
+model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -28,12 +28,16 @@ from mpizero._util.settings import Settings, many, one_of, optional, setting
 from mpizero.comm import Communicator, InMemoryCommunicator, ProcessGrid
 from mpizero.errors import ArgumentError, ConfigError
 from mpizero.layout import SCHEDULES, balanced_chunks, chunk_stages
+from mpizero.layout.fields import Cut
 from mpizero.layout.flat import FlatLayout, by_global_name, joined
 from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.layer import call_located, integers_of
 from mpizero.nn.models import run_on
-from mpizero.sharding.mesh import AxisSettings
+from mpizero.sharding.mesh import SPLITTING, AxisSettings
 from mpizero.types import Array, BlackBoxModel, BlockModel, Group, Init, Layer, Loss, ParameterSpec, Run
+
+if TYPE_CHECKING:
+    from mpizero.nn.space import DomainGroup
 
 _LAYER = ("specs", "forward", "backward")
 
@@ -362,7 +366,7 @@ class PartitionedModel:
     @property
     def splits_layers(self) -> bool:
         """Tell whether layers are split over ranks, by tensor or context parallelism."""
-        return self.parallel_layout.tensor * self.parallel_layout.context > 1
+        return self.parallel_layout.tensor * self.parallel_layout.sample_parts > 1
 
     @property
     def is_split(self) -> bool:
@@ -373,6 +377,11 @@ class PartitionedModel:
     def cuts_sequences(self) -> bool:
         """Tell whether sequences are cut into parts, over a context group or into tiles on this rank."""
         return self.parallel_layout.context_virtual_ranks > 1
+
+    @cached_property
+    def cut(self) -> Cut | None:
+        """The cut by which the ranks of a domain share the space of fields; None without a domain."""
+        return Cut(self.parallel_layout.domain) if self.parallel_layout.domain else None
 
     @property
     def is_last(self) -> bool:
@@ -510,14 +519,16 @@ def partition_model(
         If a functional model is to be split, if a layer cannot be split, or if the model cannot be cut into these
         stages.
     """
-    sizes = {"pipeline": parallel_layout.pipeline, "tensor": parallel_layout.tensor, "context": parallel_layout.context}
+    domain = parallel_layout.domain
+    sizes = {axis: getattr(parallel_layout, axis) for axis in SPLITTING} | ({"domain": domain} if domain else {})
     virtual_ranks = parallel_layout.tensor_virtual_ranks, parallel_layout.context_virtual_ranks
-    if max(*sizes.values(), *virtual_ranks) == 1:
+    if not parallel_layout.splits_model and max(virtual_ranks) == 1:
         return PartitionedModel(model, model, model, None, parallel_layout, (tuple(blocks_of(model)),), 0)
-    if parallel_layout.context > 1 and (averaged := averaged_names(model)):
+    if parallel_layout.sample_parts > 1 and (averaged := averaged_names(model)):
+        what = f"domain={domain} cuts fields" if domain else f"context={parallel_layout.context} cuts sequences"
         raise ConfigError(
-            f"context={parallel_layout.context} cuts sequences, and {averaged[0]!r} is averaged over whole samples: "
-            "use replicas, stages or tensor groups for this model (context=1)"
+            f"{what}, and {averaged[0]!r} is averaged over whole samples: use replicas, stages or tensor groups for "
+            "this model (context=1)"
         )
     if not isinstance(model, BlockModel):
         listed = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -525,12 +536,16 @@ def partition_model(
             f"{type(model).__name__} is a black box, which cannot be split ({listed}): give a model of blocks, or use "
             "data parallelism alone (pipeline=1, tensor=1, context=1)"
         )
-    from mpizero.nn.virtual_ranks import tiled_model  # imported late: few trainings have tiles
+    from mpizero.nn.domain_parallel import domain_model  # imported late: few trainings have domains or tiles
+    from mpizero.nn.virtual_ranks import tiled_model
 
     cuts = parallel_layout.cut(blocks_of(model), model)
     _refuse_frozen_copies(blocks_of(model), parallel_layout.chunks, cuts)
     tensor, context = group_for(grid.tensor_group), group_for(grid.context_group)
-    split = tiled_model(model, tensor, context, virtual_ranks, {names[-1] for names in cuts})
+    if domain:
+        split: Any = domain_model(model, Cut(domain), cast("DomainGroup", context))
+    else:
+        split = tiled_model(model, tensor, context, virtual_ranks, {names[-1] for names in cuts})
     stage = grid.coordinates.pipeline
     local_blocks = [block for c, s in enumerate(parallel_layout.chunks) if s == stage for block in cuts[c]]
     local = LocalModel({name: split.blocks[name] for name in local_blocks}, split.loss, model.dtype, model.seed)
@@ -574,10 +589,6 @@ def optimized_names(model: Any) -> list[str]:
     """
     every = by_global_name(blocks_of(model))
     return [name for name, spec in every.items() if spec.tied is None and spec.optimized]
-
-
-#: What results of most layouts are equal to.
-SAME = "the bits of one process"
 
 
 @dataclass(frozen=True)
@@ -627,65 +638,6 @@ def incompatible_axes(parallel_layout: ParallelLayout) -> list[str]:
             wanted = "1 tile" if count == 1 else f"{count} tiles"
             problems.append(f"{axis}={getattr(parallel_layout, axis)} cannot compute {wanted}, only {fitting} can")
     return problems
-
-
-def within_rounding(
-    parallel_layout: ParallelLayout,
-    model: Any,
-    compression: str | None = None,
-    accumulate: int = 1,
-    optimizer: Any = None,
-) -> tuple[str, ...]:
-    """Return why results equal those of one process with the same tiles only within rounding; () if bitwise.
-
-    ``parallel_layout`` is the result of :func:`resolve_tiles`, ``compression`` and ``accumulate`` the settings
-    ``gradient_compression`` and ``accumulate``. A layer whose bits depend on the size of the group says why in its
-    attribute ``within_rounding``. An optimizer that makes small differences large says so in its attribute
-    ``magnifies_rounding``. Not collective.
-    """
-    reasons = incompatible_axes(parallel_layout)
-    for axis, count in parallel_layout.virtual_ranks.items():
-        if count == parallel_layout.wanted_virtual_ranks[axis] and not can_host(1, count):
-            reasons.append(f"{axis}={count} is no power of two, so one process cannot compute {count} tiles")
-    if max(parallel_layout.virtual_ranks.values()) > 1:
-        reasons += layer_reasons(model)
-    if accumulate > 1 and parallel_layout.context_virtual_ranks > 1:
-        reasons.append(
-            f"accumulate={accumulate}: a rank with several tiles of the sequences adds these first, a rank with one "
-            "its micro-batches"
-        )
-    if compression is not None:
-        reasons.append(f"gradient_compression={compression!r} rounds what ranks send")
-    if reasons and (magnified := getattr(optimizer, "magnifies_rounding", "")):
-        reasons.append(magnified)
-    return tuple(reasons)
-
-
-def exactness(tiles: Mapping[str, int], reasons: Sequence[str]) -> str:
-    """Return a text that says what results are equal to: one process, one with ``tiles``, or only within rounding."""
-    if reasons:
-        return f"within rounding ({'; '.join(reasons)})"
-    return SAME if max(tiles.values()) == 1 else f"{SAME} with {tiles_setting(tiles)}"
-
-
-def tiles_setting(tiles: Mapping[str, int]) -> str:
-    """Return the text of the setting for numbers of tiles by axis, such as "tiles=8" or "tiles={'tensor': 4}"."""
-    several = {axis: count for axis, count in tiles.items() if count > 1}
-    equal = len(set(tiles.values())) == 1
-    return f"tiles={next(iter(tiles.values()))}" if equal else f"tiles={several}"
-
-
-def layer_reasons(model: Any) -> list[str]:
-    """Return the reasons, stated by the model's layers, why bits depend on the sizes of groups. Not collective."""
-    blocks = model.blocks if isinstance(model, BlockModel) else {}
-    return [f"block {name!r}: {reason}" for name, layer in blocks.items() for reason in _reasons(layer)]
-
-
-def _reasons(layer: Any) -> list[str]:
-    """Return the attributes ``within_rounding`` of a layer and of the layers in it."""
-    inside = layer.children().values() if isinstance(layer, nn.Layer) else ()
-    stated = getattr(layer, "within_rounding", "")
-    return [*([str(stated)] if stated else []), *(reason for child in inside for reason in _reasons(child))]
 
 
 def _problem(model: Any, axis: str) -> str:

@@ -15,27 +15,35 @@ from weakref import finalize
 
 import numpy as np
 
-from mpizero import optim
 from mpizero._util.checks import writes_in_place
 from mpizero.comm.agreement import all_ranks
 from mpizero.comm.communicator import Timeline
 from mpizero.errors import ConfigError, SharedMemoryError
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.arrays import keep_freed_memory
-from mpizero.nn.layer import start_integers
-from mpizero.optim.elementwise import LossScaleState, with_copies
+from mpizero.optim.elementwise import DynamicLossScale, LossScaleState, with_copies
 from mpizero.sharding.batch import DynamicScheduler, GrainScalars
 from mpizero.sharding.config import (
     Config,
     Placement,
     assigned_in_advance,
     assigns_rounds,
+    check_shard_nodes,
     check_wire,
     schedules_dynamically,
     scratch_use,
     sent_exactly,
 )
-from mpizero.sharding.device import ComputeDevice, limit_blas_threads, open_gpu
+from mpizero.sharding.device import ComputeDevice, open_gpu
+from mpizero.sharding.exactness import (
+    EVERY_CPU,
+    SAME,
+    bits,
+    exactness,
+    foreign_arithmetic,
+    limit_blas_threads,
+    within_rounding,
+)
 from mpizero.sharding.forward_backward import Runner
 from mpizero.sharding.full_params import GlobalView
 from mpizero.sharding.grad_reduce import (
@@ -45,10 +53,10 @@ from mpizero.sharding.grad_reduce import (
     GradientViews,
     ReduceScatterBuffer,
 )
+from mpizero.sharding.integer_arrays import IntegerState
 from mpizero.sharding.integrity import Integrity
 from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import (
-    IntegerState,
     Memory,
     MessageProgress,
     ParameterStore,
@@ -57,15 +65,12 @@ from mpizero.sharding.params import (
     warn_private,
 )
 from mpizero.sharding.partition import (
-    SAME,
     ParallelLayout,
     averaged_names,
     blocks_of,
-    exactness,
     optimized_names,
     partition_model,
     resolve_tiles,
-    within_rounding,
 )
 from mpizero.sharding.pipeline import make_runner
 from mpizero.sharding.update import GlobalSums, Updater, UpdateScope
@@ -108,11 +113,12 @@ class PlacedModel:
         device: int | None = None,
         private: bool = False,
     ) -> None:
-        contexts = 1 if parallel_layout is None else parallel_layout.context
+        contexts = 1 if parallel_layout is None else parallel_layout.sample_parts
         self.model, self.mesh, self.config = model, mesh, config
         self.placement = placement.in_contexts(contexts)
+        check_shard_nodes(placement, mesh)
         # Also where the construction fails, or a model is dropped without close().
-        self._end_limit = finalize(self, limit_blas_threads(mesh.communicator, config.threads))
+        self._end_limit = finalize(self, limit_blas_threads(mesh.communicator, config.threads, model, config.device))
         self._end_limit.atexit = False
         self.block_model = isinstance(model, BlockModel)
         if callable(set_config := getattr(model, "set_sharding_config", None)):
@@ -158,7 +164,7 @@ class PlacedModel:
     def _begin_values(self) -> None:
         self.store.begin(self.model)
         with all_ranks(self.grid.world, "start values"):
-            self.integers.set(start_integers(self.model))
+            self.integers.begin(self.model)
 
     def _find_part(self, parallel_layout: ParallelLayout | None, *, private: bool) -> None:
         """Set ``grid``, ``partitioned`` and ``layout``: the process groups, and this rank's part of the model.
@@ -186,10 +192,16 @@ class PlacedModel:
         return within_rounding(layout, self.model, self.exchange.compression, self.config.accumulate, optimizer)
 
     @property
+    def bits(self) -> str:
+        """Tell whose bits results have: "every CPU", or "this CPU, because" and what besides this library computes."""
+        optimizer = None if self.updater is None else self.updater.optimizer
+        return bits(foreign_arithmetic(self.model, self.config.device, optimizer))
+
+    @property
     def exactness_suffix(self) -> str:
-        """A text, for the end of a line, that says what results are equal to; "" for one process without tiles."""
-        text = exactness(self.partitioned.parallel_layout.virtual_ranks, self.within_rounding)
-        return "" if text == SAME else f", {text}"
+        """A text for the end of a line: what results are equal to, if not one process without tiles on every CPU."""
+        text, bits = exactness(self.partitioned.parallel_layout.virtual_ranks, self.within_rounding), self.bits
+        return ("" if text == SAME else f", {text}") + ("" if bits == EVERY_CPU else f", the bits of {bits}")
 
     def _layout_of(self, stage: int) -> FlatLayout:
         return self.partitioned.layout(
@@ -270,7 +282,7 @@ class PlacedModel:
 
     # ------------------------------------------------------------------ changes
 
-    def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
+    def bind(self, optimizer: Any, loss_scale: DynamicLossScale | None = None) -> None:
         """Set the model's optimizer, with fresh state; it replaces an earlier optimizer.
 
         Batches are then cut into grains as the settings say, even if a loaded checkpoint had replaced the grain rule.

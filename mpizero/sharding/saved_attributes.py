@@ -33,8 +33,9 @@ from mpizero.layout.batch import GrainRule
 from mpizero.layout.sum_tree import ORDER
 from mpizero.layout.tensor_parts import part_rows, take_rows
 from mpizero.optim.elementwise import learning_rate
+from mpizero.sharding.exactness import tiles_setting
 from mpizero.sharding.full_params import global_ranges
-from mpizero.sharding.partition import TILED_AXES, ParallelLayout, can_host, tiles_setting
+from mpizero.sharding.partition import TILED_AXES, ParallelLayout, can_host
 from mpizero.sharding.placed_model import PartialLoad
 from mpizero.sharding.update import Updater
 from mpizero.types import Array, ParameterSpec
@@ -68,18 +69,24 @@ def read_attribute(reader: ArrayReader) -> dict[str, Any]:
 
 def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
     """Raise :class:`CheckpointError` if the checkpoint's layout, ``saved``, is not the model's, ``layout``."""
-    if layout != {**dict.fromkeys(AXES, 1), **(saved or {})}:
+    if {"domain": 1, **layout} != {**dict.fromkeys(AXES, 1), "domain": 1, **(saved or {})}:
         raise CheckpointError(
             f"strict_layout: the checkpoint was written by {_layout_text(saved)}, this model is "
             f"{_layout_text(layout)}; without strict_layout it can be loaded all the same"
         )
 
 
+def axis_record(parallel_layout: ParallelLayout) -> dict[str, int]:
+    """Return the checkpoint's record of the sizes of the axes; that of a domain, if there is one, is its ranks."""
+    sizes = {axis: getattr(parallel_layout, axis) for axis in AXES}
+    return sizes | ({"domain": math.prod(parallel_layout.domain)} if parallel_layout.domain else {})
+
+
 def _layout_text(layout: Mapping[str, Any] | None) -> str:
     if not layout:
         return "an unknown layout"
     ranks, nodes = (f"{layout[what]} {what[:-1]}{'s'[: layout[what] != 1]}" for what in ("ranks", "nodes"))
-    split = ", ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) != 1)
+    split = ", ".join(f"{axis} {layout[axis]}" for axis in (*AXES, "domain") if layout.get(axis, 1) != 1)
     return f"{layout['strategy']} over {ranks} on {nodes}{f' ({split})' if split else ''}"
 
 
@@ -228,7 +235,7 @@ def _is_scale(value: object) -> bool:
 def _is_layout(value: object) -> bool:
     return value is None or (
         isinstance(value, dict)
-        and {"strategy", "ranks", "nodes"} <= value.keys() <= {"strategy", "ranks", "nodes", *AXES}
+        and {"strategy", "ranks", "nodes"} <= value.keys() <= {"strategy", "ranks", "nodes", "domain", *AXES}
         and isinstance(value["strategy"], str)
         and all(is_count(number, 1) for key, number in value.items() if key != "strategy")
     )
@@ -545,7 +552,7 @@ class _Need(NamedTuple):
 
     @classmethod
     def of(cls, array: SavedArray) -> _Need | None:
-        """Return the rows of ``array`` that this rank needs; None if this rank holds no slice of the array."""
+        """Describe which rows of ``array`` this rank needs; return None if the rank holds no slice of the array."""
         sliced = [(part_rows(piece.spec.part), piece) for piece in array.pieces if piece.spec.part is not None]
         sliced = [(rows, piece) for rows, piece in sliced if piece.values.size]
         if not sliced:

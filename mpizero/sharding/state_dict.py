@@ -28,10 +28,10 @@ from mpizero.optim import elementwise
 from mpizero.sharding import saved_attributes
 from mpizero.sharding.partition import blocks_of
 from mpizero.sharding.saved_attributes import (
-    AXES,
     ArrayPiece,
     ArrayReader,
     SavedArray,
+    axis_record,
     check_layout,
     check_order,
     fill_arrays,
@@ -175,7 +175,7 @@ def attributes(engine: Engine) -> dict[str, Any]:
             "strategy": engine.placement.saved_as,
             "ranks": engine.grid.axes.size,
             "nodes": engine.global_view.nodes,
-            **{axis: getattr(engine.grid.axes, axis) for axis in AXES},
+            **axis_record(engine.partitioned.parallel_layout),
         },
         "grains": grain_record(engine.grain_rule, engine.config.wire),
         **tile_record(engine.partitioned.parallel_layout),

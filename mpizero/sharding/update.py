@@ -9,6 +9,7 @@ changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpizero import kernels
+from mpizero._util.numbers import ordered_sum
 from mpizero.comm import ProcessGrid
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.sum_tree import Program, TreeNode, cover, evaluate, leaves_program, merge
@@ -285,9 +287,9 @@ class Updater:
         largest sum.
         """
         sums = self._square_sums(reduced, [piece.gradient for piece in self.trees.pieces])
-        total = float(sum(sums.values()))
+        total = float(ordered_sum(sums.values()))
         if np.isfinite(total):
-            return total**0.5, None
+            return math.sqrt(total), None
         return total, next(
             (name for name, value in sums.items() if not np.isfinite(value)), max(sums, key=sums.__getitem__)
         )
@@ -359,7 +361,7 @@ class Updater:
             name = home_of(piece.entry.spec)
             w = values[piece.store : piece.store + piece.size]
             direction = directions[piece.gradient : piece.gradient + piece.size]
-            ratio = self.optimizer.trust_ratio(weights[name] ** 0.5, steps[name] ** 0.5)
+            ratio = self.optimizer.trust_ratio(math.sqrt(weights[name]), math.sqrt(steps[name]))
             self.optimizer.apply_direction(w, direction, hypers[piece.group], ratio)
             self._follow(w, piece.state)
 

@@ -16,6 +16,7 @@ from numpy.typing import DTypeLike
 
 from mpizero import kernels
 from mpizero._util.checks import unmasked
+from mpizero._util.numbers import ordered_sum
 from mpizero.comm.agreement import all_ranks
 from mpizero.errors import ArgumentError, ConfigError, NonFiniteError
 from mpizero.kernels import jit
@@ -179,7 +180,7 @@ class ShardedVectors:
     def dot(self, a: str, b: str) -> float:
         """Return the dot product of two vectors. Collective over all ranks."""
         arrays = tuple(self._updater.state[slot] for slot in dict.fromkeys((a, b)))
-        return float(sum(self._updater.over_ranks(self._updater.trees.sums(arrays, self._starts)).values()))
+        return float(ordered_sum(self._updater.over_ranks(self._updater.trees.sums(arrays, self._starts)).values()))
 
     def copy(self, source: str, target: str) -> None:
         """Copy one vector to another. Not collective."""
@@ -223,7 +224,8 @@ class ShardedVectors:
         kind = values.dtype.type
         for start in range(0, values.size, _BLOCK):  # so that temporary arrays stay in the cache
             there = slice(start, start + _BLOCK)
-            old, grown, lost = values[there], ys[there] * kind(curvature**-0.5), products[there] * kind(square**-0.5)
+            grown = ys[there] * kind(1.0 / math.sqrt(curvature))
+            lost, old = products[there] * kind(1.0 / math.sqrt(square)), values[there]
             values[there] = np.maximum(old + grown * grown - lost * lost, old * kind(self.precision))
 
     def parameters(self, target: str) -> None:
@@ -381,7 +383,7 @@ class RegularizedGradient:
                     values[spec.name] = value
         self._add(gradients, gradient)
         gathered = self._store.grid.world.allgather_object(values, "regularization")
-        return float(sum(value for _, value in sorted(item for rank in gathered for item in rank.items())))
+        return float(ordered_sum(value for _, value in sorted(item for rank in gathered for item in rank.items())))
 
     def _computed(self, number: int, values: Array) -> tuple[float, Array]:
         """Return the checked value and gradient of a term; the value is NaN if one of the two is not finite."""

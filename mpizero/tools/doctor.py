@@ -24,6 +24,8 @@ from mpizero.comm import Communicator
 from mpizero.comm.startup import available_memory, memory_of_node, mpi_facts, versions
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.guard.reports import SHARED_FOLDER, Leftover, leftovers, remove_leftovers, session_folders
+from mpizero.kernels.matmul import foreign_products
+from mpizero.sharding.exactness import bits
 from mpizero.train import machine
 from mpizero.train.stopping import Limit, slurm_limit
 
@@ -154,6 +156,22 @@ def check_mpi(comm: Communicator, threads: int) -> CheckResult:
     return CheckResult("mpi", "ok", f"{text}; a small reduction takes {seconds * 1e6:.0f} µs")
 
 
+#: Calls of MPI for 1 MiB above which hardly anything of a step's messages is hidden: less than 20 KB a call.
+_SLOW_MESSAGES = 50
+
+
+def check_messages(comm: Communicator, threads: int) -> CheckResult:
+    """Count the calls of MPI in which 1 MiB moves between nodes while ranks compute. Collective over ``comm``."""
+    calls = machine.try_message(comm)
+    if calls is None:
+        return CheckResult("messages", "ok", "all ranks are on one node")
+    text = f"1 MiB between nodes takes {counted(calls, 'call')} of MPI, 10 ms apart"
+    if calls <= _SLOW_MESSAGES:
+        return CheckResult("messages", "ok", f"{text}: messages move while ranks compute")
+    advice = "messages hardly move while ranks compute: with MPICH try MPIR_CVAR_CH4_NETMOD=ofi, or the site's own MPI"
+    return CheckResult("messages", "warn", text, advice)
+
+
 def check_cores(comm: Communicator, threads: int) -> CheckResult:
     """Compare the number of cores of every node with its ranks x ``threads``. Collective over ``comm``."""
     with comm.split_node(name="doctor") as node:
@@ -178,12 +196,15 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_blas(comm: Communicator, threads: int) -> CheckResult:
-    """Compare the BLAS builds of all ranks: different builds give different bits. Collective over ``comm``."""
-    local = machine.blas()
-    if wrong := difference(comm.allgather_object(local)):
+    """Say what multiplies, and whose bits that gives; compare the BLAS of all ranks. Collective over ``comm``."""
+    local, reason = machine.blas(), foreign_products()
+    every = comm.allgather_object((local, reason))
+    whose = bits([reason] if reason else [])
+    if (wrong := difference([build for build, _ in every])) and any(why for _, why in every):
         advice = "use one environment and one CPU type, or results differ in the last bits"
-        return CheckResult("blas", "warn", wrong, advice)
-    return CheckResult("blas", "ok", f"{local}; training uses {counted(threads, 'thread')} a rank")
+        return CheckResult("blas", "warn", f"{wrong}; bits: {whose}", advice)
+    text = f"{wrong or local}; training uses {counted(threads, 'thread')} a rank; bits of models of mz.nn: {whose}"
+    return CheckResult("blas", "ok", text)
 
 
 def check_hdf5(comm: Communicator, threads: int) -> CheckResult:
@@ -303,6 +324,7 @@ Check = Callable[[Communicator, int], CheckResult]
 CHECKS: Sequence[Check] = (
     check_versions,
     check_mpi,
+    check_messages,
     check_cores,
     check_blas,
     check_hdf5,

@@ -43,6 +43,8 @@ class Kind:
         Command that compiles the project's program; "" if there is none.
     more : int
         Total number of steps in the README's example of resuming a run.
+    cut : str
+        Settings that follow the commands of the README that train on four ranks, with a blank before them.
     module, program : str
         Python module and program that the project needs; "" if it needs none.
     """
@@ -54,6 +56,7 @@ class Kind:
     layouts: str = _BLOCKS
     build: str = ""
     more: int = 120
+    cut: str = ""
     module: str = ""
     program: str = ""
 
@@ -128,6 +131,14 @@ KINDS: Mapping[str, Kind] = {
         layouts=_FUNCTION,
         more=200,
     ),
+    "field": Kind(
+        summary="fields on a grid, whose space may be cut over ranks",
+        about="A U-Net learns where a wind carries a field on a periodic grid. Where `[parallel] domain` is `[2, 2]`,\n"
+        "four ranks share every sample, and each computes one box of its space.",
+        files=_files("field", _NETWORK),
+        layouts="domain=2x1; domain=2x2",
+        cut=" --set 'parallel.domain=[2,2]'",
+    ),
 }
 #: How ranks of each MPI are started under Slurm: srun's option, and a comment on it.
 _MPI = {
@@ -200,6 +211,7 @@ def _write(folder: Path, kind: Kind, name: str) -> None:
         "build": kind.build,
         "layouts": kind.layouts,
         "more": str(kind.more),
+        "cut": kind.cut,
         "files": "\n".join(f"| `{file}` | {what} |" for file, (_, what) in kind.files.items()),
     }
     files = {file: _text(path) for file, (path, _) in kind.files.items()}

@@ -118,7 +118,7 @@ def _model_of(step: BadStep, config: RunConfig, path: str) -> Any:
     if not isinstance(section, NamedModelSection):
         return build_model(config)
     if widths is not None and not (isinstance(widths, list) and all(is_count(width, 1) for width in widths)):
-        raise DataError(f"{path}: about.widths is {widths!r:.80}: expected two whole numbers > 0")
+        raise DataError(f"{path}: about.widths is {widths!r:.80}: expected whole numbers > 0")
     for what, values in ((name, getattr(grain, name)) for grain in step.grains for name in "xy"):
         if not isinstance(values, np.ndarray):
             raise DataError(f"{path}: {what} is a {type(values).__name__}: a {section.name} takes one array")

@@ -191,10 +191,12 @@ class SessionStart(RunEvent):
     coordinates : dict of str to list of int
         For each axis of parallelism, by rank, the rank's coordinate on it.
     layout : dict
-        Sizes of the axes by name, ``order``, ``schedule`` (None without a pipeline), ``virtual_stages``,
-        ``zero_stage``, ``global_batch``, ``grains``, ``grain_size``, ``accumulate``, ``tiles``, ``ranks_per_node``
-        (those that share memory), ``exactness`` (a text: which other layouts give the same bits) and ``chunks``, a list
-        of dicts with the ``stage`` and the ``blocks`` of each chunk.
+        Sizes of the axes by name, ``order``, ``schedule`` (None without a pipeline), ``virtual_stages``, ``domain`` (a
+        list, if there is one; its ranks are numbered by the coordinate ``context``), ``zero_stage``, ``global_batch``,
+        ``grains``, ``grain_size``, ``accumulate``, ``tiles``, ``ranks_per_node`` (those that share memory),
+        ``shard_nodes`` (nodes over which ZeRO-3 shards parameters; None is all),
+        ``exactness`` (a text: which other layouts give the same bits) and ``chunks``, a list of dicts with the
+        ``stage`` and the ``blocks`` of each chunk.
     config : dict of dict
         The settings of the run, by section and key of the configuration file.
     versions : dict of str to str

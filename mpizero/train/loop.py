@@ -28,7 +28,7 @@ from mpizero.checkpoint import StepFolder
 from mpizero.checkpoint.manager import BEST
 from mpizero.comm.agreement import all_ranks
 from mpizero.data import Source, batches
-from mpizero.data.batches import choose_grains, full_batch
+from mpizero.data.batches import choose_grains, full_batch, slab_of
 from mpizero.errors import DataError, ExitStatus, MpizeroError, RemoteError, StateError
 from mpizero.layout import Grains
 from mpizero.sharding import BadSteps, StepReport
@@ -490,6 +490,7 @@ class TrainingLoop:
             steps=self.step,
             loss=finite(self.loss),
             parameters_sha256=setup.model.parameters_sha256(),
+            bits=setup.model._engine.bits,
             ranks=setup.comm.size,
             strategy=setup.strategy,
             unit=self.speed.unit,
@@ -682,7 +683,8 @@ def validate(setup: RunSetup) -> dict[str, Any]:
     scored, user_metrics = True, UserMetrics(setup.metrics, model)
     for start in range(0, count, loop.global_batch):
         part = chosen[start : start + loop.global_batch]
-        samples = source.samples(part[Grains(len(part), size).samples_of(group.rank, group.size)])
+        local = Grains(len(part), size).samples_of(group.rank, group.size)
+        samples = slab_of(model).samples(source, part[local])
         evaluation = model.evaluate(*samples, ema=loop.validate_ema)
         loss_sum, weight = loss_sum + evaluation.loss_sum, weight + evaluation.weight
         scored = scored and evaluation.correct is not None

@@ -33,6 +33,7 @@ from mpizero.comm.startup import mpi_facts, versions
 from mpizero.errors import ConfigError, MpizeroError
 from mpizero.guard.reports import SHARED_FOLDER
 from mpizero.kernels.matmul import library
+from mpizero.sharding.exactness import numpy_builds
 
 if TYPE_CHECKING:
     from mpizero.kernels.machine_code import CacheFolder
@@ -92,13 +93,8 @@ def blas() -> str:
 
     np.dot(np.ones((2, 2)), np.ones((2, 2)))
     beside = library()
-    libraries = [
-        f"{entry['internal_api']} {entry.get('version')} for {entry.get('architecture', 'any core')}"
-        for entry in threadpool_info()
-        if entry.get("user_api") == "blas" and entry.get("filepath") != getattr(beside, "path", None)
-    ]
     other = f"; {beside.applies_to} by {beside.name}" if beside is not None else ""
-    return (", ".join(sorted(set(libraries))) or "unknown to threadpoolctl") + other
+    return (", ".join(numpy_builds(threadpool_info())) or "unknown to threadpoolctl") + other
 
 
 def hdf5(comm: Communicator) -> str | None:
@@ -134,6 +130,26 @@ def try_reduction(comm: Communicator) -> tuple[int, float]:
         comm.allreduce(scratch, tag="doctor")
         times.append(time.perf_counter() - started)
     return int(buffer[0]), sorted(times)[len(times) // 2]
+
+
+def try_message(comm: Communicator, nbytes: int = 1 << 20, pause: float = 0.01, limit: int = 500) -> int | None:
+    """Send ``nbytes`` from each node to the next while computing; return the calls of MPI that this has taken at most.
+
+    Collective over ``comm``. Between two calls a rank sleeps for ``pause`` seconds, in place of computing. The result
+    is ``limit`` if the messages have not arrived by then, and None if there is only one node.
+    """
+    with comm.split_node(name="doctor") as node, comm.split(min(node.rank, 1), name="doctor") as leaders:
+        count, nodes = 0, leaders.size if node.rank == 0 else 1
+        if nodes > 1:
+            to, source = ((leaders.rank + step) % nodes for step in (1, -1))
+            counts = [[nbytes * (rank == peer) for rank in range(nodes)] for peer in (to, source)]
+            send, recv = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+            request = leaders.ialltoallv(send, counts[0], recv, counts[1], "doctor")
+            while count < limit and not request.test():
+                count += 1
+                time.sleep(pause)
+            request.wait()
+        return max(comm.allgather_object(count + 1 if nodes > 1 else 0)) or None
 
 
 _WINDOW = 1 << 16
@@ -263,9 +279,11 @@ def library_versions() -> dict[str, str]:
     }
 
 
-def machine(threads: int, device: str, job: str) -> dict[str, Any]:
+def machine(threads: int, device: str, job: str, bits: str) -> dict[str, Any]:
     """Return a dict of the processor's name, this process's number of cores, and the arguments. Not collective."""
-    return {"processor": processor(), "cores": len(cores()), "threads": threads, "device": device, "job": job}
+    return {
+        "processor": processor(), "cores": len(cores()), "threads": threads, "device": device, "job": job, "bits": bits
+    }  # fmt: skip
 
 
 def allocated() -> int:

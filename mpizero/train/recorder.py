@@ -120,6 +120,7 @@ class RunRecorder:
                             setup.model.config.threads,
                             setup.model.config.device,
                             self._environment.get("SLURM_JOB_ID", ""),
+                            engine.bits,
                         ),
                         planned=_by_rank([host for _, host, *_ in planned]),
                         planned_device=_by_rank([device for *_, device, _ in planned]),
@@ -219,6 +220,7 @@ class RunRecorder:
             "accumulate": setup.model.config.accumulate,
             "tiles": metadata.tiles,
             "ranks_per_node": metadata.ranks_per_node,
+            "shard_nodes": engine.mesh.shard_nodes,
             "exactness": metadata.exactness,
             "chunks": [
                 {"stage": stage, "blocks": list(blocks)}
@@ -358,7 +360,7 @@ class StepTracer:
 
 
 def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list[PipelineCell]:
-    """Return the traced instructions of a stage; each begins when the messages that it needs have arrived."""
+    """Return the traced instructions of a stage, each without the time in which it waits for the messages it needs."""
     messages = (s for s in spans if s.phase == MESSAGE and s.detail.operation == "irecv")
     received = sorted(s.stop for s in messages if s.detail.communicator == "pipeline")
     cells = []

@@ -325,7 +325,7 @@ def _move(path: Path, target: Path) -> None:
 
 
 def _rights(path: Path, root: Path) -> str:
-    """Return a text about the owner of a path without permission, or of its nearest existing parent, with advice."""
+    """Return advice for a path that this user may not write: who owns it (or its nearest existing parent)."""
     there = next((one for one in (path, *path.parents) if os.access(one, os.F_OK)), Path("/"))
     status = there.stat()
     try:

@@ -151,7 +151,8 @@ class RunSetup:
         """Return the sizes of the axes of parallelism by name, and the name of the schedule. Not collective."""
         axes, parallel_layout = self.model._engine.grid.axes, self.model._parallel_layout
         schedule = parallel_layout.schedule if parallel_layout is not None and axes.pipeline > 1 else None
-        return {**{axis: getattr(axes, axis) for axis in AXES}, "schedule": schedule}
+        domain = {"context": 1, "domain": list(self.model.mesh.domain)} if self.model.mesh.domain else {}
+        return {**axes.sizes, **domain, "schedule": schedule}
 
     def improvement(self) -> Improvement | None:
         """Return a new :class:`Improvement` if ``checkpoint.best`` or ``train.patience`` is set, else None."""
@@ -169,7 +170,9 @@ class RunSetup:
         model, batch, ranks = self.model, self.loop.global_batch, self.comm.size
         exactness = model._engine.exactness_suffix
         split = [f"{axis} {size}" for axis, size in self.layout().items() if axis in AXES and size > 1]
-        where = " x ".join(split) if len(split) > 1 else f"{ranks} rank{'s' if ranks > 1 else ''}"
+        if cut := model.mesh.domain:
+            split.append(f"domain {' x '.join(map(str, cut))}")
+        where = " x ".join(split) if len(split) > 1 or cut else f"{ranks} rank{'s' if ranks > 1 else ''}"
         validation = f" and {len(self.validation):,} validation" if self.validation is not None else ""
         grains = Grains(batch, model.grain_size(batch)).described(model.config.accumulate)
         known = f"{len(self.source):,} training" if isinstance(self.source, Source) else "online training"
@@ -196,12 +199,16 @@ class TrainingResult:
         Loss of the last step, or of the last iterate of a full-batch method; None if it was not finite.
     parameters_sha256 : str
         SHA-256 of the bytes of all parameters, in declared order.
+    bits : str
+        "every CPU" if the type of CPU does not matter to the bits, else "this CPU, because " and what else than this
+        library computes: see :class:`ModelMetadata`.
     ranks : int
         Number of ranks.
     strategy : str
         Name of the ZeRO strategy, such as "zero2".
     layout : dict
-        Sizes of the axes "pipeline", "tensor", "data" and "context", and the "schedule" (None without a pipeline).
+        Sizes of the axes "pipeline", "tensor", "data" and "context", and the "schedule" (None without a pipeline); with
+        a "domain", its parts of each axis of space.
     unit : str
         "tokens" or "samples".
     speed : float or None
@@ -245,6 +252,7 @@ class TrainingResult:
     steps: int
     loss: float | None
     parameters_sha256: str
+    bits: str
     ranks: int
     strategy: str
     layout: dict[str, Any]
@@ -274,6 +282,7 @@ class TrainingResult:
             "steps": self.steps,
             "loss": self.loss,
             "parameters_sha256": self.parameters_sha256,
+            "bits": self.bits,
             "ranks": self.ranks,
             "strategy": self.strategy,
             "tokens_per_second": self.speed if self.unit == "tokens" else None,

@@ -166,7 +166,8 @@ class Limit:
 def slurm_job(environment: Mapping[str, str]) -> str:
     """Return the name of this process's Slurm job for commands; "" outside of Slurm.
 
-    In an array it is "7_2": one of the tasks has the number of the whole array as SLURM_JOB_ID, which would mean all.
+    In a job array it is like "7_2" (task 2 of array 7): the SLURM_JOB_ID of one of the tasks is the number of the
+    array, and a command with that number would act on all tasks.
     """
     task = environment.get("SLURM_ARRAY_TASK_ID", "")
     return f"{environment.get('SLURM_ARRAY_JOB_ID')}_{task}" if task else environment.get("SLURM_JOB_ID", "")

@@ -199,6 +199,11 @@ class TrainerArguments:
             loop = self._with_batch(loop, source)
             check_validation(loop, checkpoints, validation, config.ema)
             metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks or ())
+            if metrics and mesh.domain:
+                raise ConfigError(
+                    f"Trainer: metrics={list(metrics)}: with domain={mesh.domain} a function would get a rank's part "
+                    "of the fields, not whole ones: leave metrics out; validation_loss is that of whole fields"
+                )
             require("Trainer: progress", self.progress, flag)
             fingerprint = source.fingerprint if isinstance(source, OnlineSource) else data_fingerprint(source)
             validation_fingerprint = "" if validation is None else data_fingerprint(validation)

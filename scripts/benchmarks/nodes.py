@@ -3,9 +3,9 @@
 Start it with ``scripts/two_hosts.sh -- python scripts/benchmarks/nodes.py``, or by the mpiexec of a cluster. Each
 contender trains the same GPT, some steps a round in turns: mpizero with the strategies "ddp", "zero1", "zero2" and
 "zero3"; PyTorch's DistributedDataParallel ("torch-ddp"), the same with ZeroRedundancyOptimizer ("torch-zero1"), and
-FSDP2 ("torch-fsdp2"), all over gloo, where PyTorch is installed; and "torch-plain", PyTorch without messages, which
-says how much of a lead is not the messages'. "zero2+wire" is mpizero with ``wire="bfloat16"``, "zero2+half" with
-``wire_parameters=True``, too, and "zero2@4" with ``bucket_mb=4``.
+FSDP2 ("torch-fsdp2"), and DeepSpeed ("deepspeed-zero2", "deepspeed-zero3"), all over gloo, where they are installed;
+and "torch-plain", PyTorch without messages, which says how much of a lead is not the messages'. "zero2+wire" is mpizero
+with ``wire="bfloat16"``, "zero2+half" with ``wire_parameters=True``, too, and "zero2@4" with ``bucket_mb=4``.
 
 With ``--slept`` the blocks of the model compute nothing: each sleeps for its part of ``--forward`` and ``--backward``
 seconds, so that other work on the machine disturbs little. Its parameters, gradients and messages are as large as the
@@ -44,7 +44,7 @@ from mpizero.types import EVALUATE, Init, ParameterSpec
 WORLD = MPI.COMM_WORLD
 INTERFACES = Path("/sys/class/net")
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-PEERS = ("torch-plain", "torch-ddp", "torch-zero1", "torch-fsdp2")
+PEERS = ("torch-plain", "torch-ddp", "torch-zero1", "torch-fsdp2", "deepspeed-zero2", "deepspeed-zero3")
 #: Settings by what follows a strategy's name.
 SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
@@ -147,7 +147,7 @@ class Ours:
 
 
 class Peer:
-    """Train with PyTorch: ``name`` is a contender of ``comparing/peers.py``, or its slept form."""
+    """Train with PyTorch or DeepSpeed: ``name`` is a contender of ``comparing/peers.py``, or its slept form."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         import torch
@@ -156,11 +156,13 @@ class Peer:
         shape = {"dim": args.dim, "layers": args.layers, "heads": args.dim // 64, "batch": args.samples}
         shape |= {"sequence": 128, "vocabulary": 256, "threads": 1, "ranks": WORLD.size}
         self.peer: Any = CLASSES[name](shape)
-        self.peer.join = lambda: None
+        if not name.startswith("deepspeed"):  # which adds its own layer to the process group
+            self.peer.join = lambda: None
         if args.slept:
             from comparing.network import Sleeping
 
             seconds = args.forward / args.layers, args.backward / args.layers
+            self.peer.join()
             self.peer.wrap(Sleeping(args.dim, args.layers, MATRICES.values(), *seconds))
             self.peer.loss = lambda: self.peer.model(torch.ones(1, 4)).square().mean()
         else:
@@ -182,6 +184,7 @@ def join_torch() -> None:
     host = WORLD.bcast(MPI.Get_processor_name())
     end_messages()
     os.environ |= {"RANK": str(WORLD.rank), "WORLD_SIZE": str(WORLD.size), "MASTER_ADDR": host, "MASTER_PORT": "29631"}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}  # of DeepSpeed
     distributed.init_process_group("gloo")
 
 

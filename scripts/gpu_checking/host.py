@@ -1,4 +1,4 @@
-"""Tell what machine the GPU is in, hash trainings on its CPU, and measure its cores."""
+"""Tell what machine the GPU is in, compare hashes on its CPU, and measure its cores."""
 
 from __future__ import annotations
 
@@ -69,44 +69,17 @@ def facts(report: Report, small: bool) -> None:
 # ---------------------------------------------------------------------------------------------- hashes on the CPU
 
 
-def hashes() -> None:
-    """Print the sha256 of three trainings on the CPU, as JSON."""
-    import mpizero as mz
-    from gpu_checking.trainings import gpt, numbers, text
-
-    rows: dict[str, tuple[Any, Any, Any]] = {
-        "GPT": (gpt(False, dropout=0.1), text(False, 8), mz.AdamW(lr=1e-3)),
-        "MLP, float64": (
-            mz.nn.MLP(7, (33, 65), 3, task="regression", dtype="float64"), numbers(32, "float64"), mz.LAMB(lr=1e-3)
-        ),
-        "MLP, tanh": (
-            mz.nn.MLP(7, (33, 65), 3, task="regression", activation="tanh"), numbers(32), mz.SGD(lr=1e-2, momentum=0.9)
-        ),
-    }  # fmt: skip
-    found = {}
-    for name, (model, batch, optimizer) in rows.items():
-        with (
-            mz.ShardingConfig(comm="self", micro_batch=4) as config,
-            mz.distribute(model, optimizer, strategy="ddp", config=config) as placed,
-        ):
-            for _ in range(3):
-                placed.train(*batch)
-            found[name] = placed.parameters_sha256()
-    print(json.dumps(found))
-
-
 def cpu(report: Report, small: bool) -> None:
-    """Hash three trainings on this CPU, with its own registers."""
-    from mpizero.kernels import matmul_tile
+    """Compare the golden trainings on this CPU, with its own registers, with those of every other."""
+    from mpizero.kernels.machine_code import instruction_set
 
-    command = [sys.executable, "-c", "from gpu_checking.host import hashes; hashes()"]
-    width = f"registers of {matmul_tile.VECTOR} bytes"
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    report.check(f"trainings with {width}", done.returncode == 0, done.stderr.strip()[-300:] or "done")
-    found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
-    for name, digest in found.items():
-        report.figure(f"sha256 of {name}, {width}", digest)
-    report.figure("in short", f"{width}: " + ", ".join(f"{name} {digest[:12]}" for name, digest in found.items()))
+    command = [sys.executable, "-m", "tests.golden.trainings"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.endswith(("the same", "DIFFERS"))]
+    wrong = [line for line in lines if line.endswith("DIFFERS")] or done.stderr.splitlines()[-1:]
+    said = f"{instruction_set() or 'no fused multiply-adds'}: {len(lines) - len(wrong)} hashes are those of every CPU"
+    report.check("golden trainings", done.returncode == 0, "; ".join(wrong) if done.returncode else said)
+    report.figure("in short", said)
 
 
 # ---------------------------------------------------------------------------------------------- the host's cores

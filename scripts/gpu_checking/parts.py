@@ -51,7 +51,7 @@ PARTS = (
     Part(
         "speed", "speed.speed", 55, "AdamW beside a copy, tokens/s beside PyTorch and cuBLAS, where a step's time goes"
     ),
-    Part("cpu", "host.cpu", 20, "sha256 of three trainings on the GPU's host, by register width", gpu=False),
+    Part("cpu", "host.cpu", 20, "the golden trainings on the GPU's host", gpu=False),
     Part("cores", "host.cores", 100, "tokens a second on the host's cores beside PyTorch DDP and FSDP2", gpu=False),
 )
 #: Parts that fail, each in its way, to show how that is told; they run only if they are asked for by name.

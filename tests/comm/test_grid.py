@@ -236,3 +236,16 @@ def test_peers_have_the_same_place_on_their_node_and_ranks_keep_their_numbers():
 def test_a_node_size_that_makes_no_sense_names_itself(bad):
     with pytest.raises(GridError, match=f"ranks_per_node must be a positive integer or None, got {bad!r}"):
         run_in_threads(1, lambda comm: ProcessGrid.create(comm, ranks_per_node=bad))
+
+
+def test_rank_0_says_how_groups_that_are_on_several_nodes_come_to_lie_on_one(capfd):
+    def make(comm, order):
+        with ProcessGrid.create(comm, axes=Axes(tensor=2, data=2, order=order), ranks_per_node=2):
+            pass
+
+    run_in_threads(4, lambda comm: make(comm, ("pipeline", "tensor", "data", "context")))
+    said = capfd.readouterr().err
+    assert said.count("ranks of one tensor group are on several nodes") == 1
+    assert "order='pipeline,data,context,tensor' puts each tensor group on one node" in said
+    run_in_threads(4, lambda comm: make(comm, ("pipeline", "data", "context", "tensor")))
+    assert not capfd.readouterr().err

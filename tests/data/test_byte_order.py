@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import h5py
 import numpy as np
 import pytest
 
 import mpizero as mz
 from mpizero import data
+from mpizero._util.checks import native
 from mpizero._util.pytree import leaves_of
 from mpizero.testing import run_in_threads
 
@@ -38,6 +40,21 @@ SOURCES = {
     "cached": lambda config: data.cached(Foreign(), config),
     "not cached": lambda config: data.cached(Foreign(), config, limit=0),
 }
+
+
+def test_a_dtype_that_names_this_machines_order_becomes_numpys_without_a_copy(tmp_path):
+    """Compiled code compares the letter of the order, and h5py gives "<" to what NumPy calls "="."""
+    with h5py.File(tmp_path / "d.h5", "w") as file:
+        file["x"] = np.arange(64, dtype="f4").reshape(2, 32, 1)  # contiguous: mapped, with the dtype of h5py
+        named = file["x"].dtype
+    source = data.Hdf5Source(str(tmp_path / "d.h5"), "x", "x")
+    net = mz.nn.UNet(1, 1, 1, width=2, levels=2, groups=1)
+    for x, y in (source.samples([0, 1]), (np.ones((2, 32, 1), "f4").view(named),) * 2):
+        with mz.distribute(net, mz.SGD(lr=0.1), "ddp", mesh=mz.Mesh("self")) as model:
+            assert np.isfinite(model.train(x, y))
+    mapped = np.ones(3, "f4").view(named)
+    assert np.shares_memory(native(mapped), mapped)
+    assert native(mapped).dtype.byteorder == "="
 
 
 @pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)

@@ -1,7 +1,5 @@
 """The example of a Bayesian inversion: heads, their gradient, the posterior of dense algebra, one set of bits."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -10,16 +8,10 @@ from mpizero.testing import check_model, run_in_threads, taylor_test
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gallery"
-
 
 @pytest.fixture(scope="module")
-def program():
-    """The program as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        import bayesian_inversion
-    return bayesian_inversion
+def program(example):
+    return example("bayesian_inversion")
 
 
 def test_heads_in_a_uniform_ground_are_those_of_the_series_for_a_square(program):

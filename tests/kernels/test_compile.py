@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -192,6 +193,18 @@ def test_a_kernel_that_allocates_or_raises_is_refused_when_it_is_compiled():
     for bad in (allocates, raises, calls):
         with pytest.raises(RuntimeError, match="neither allocate"):
             bad._build("f4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("function", "named"), [(math.atan2, "atan2"), (pow, "llvm.pow")])
+def test_a_kernel_that_calls_libm_is_refused_when_it_is_compiled(function, named):
+    @kernel("void(T[::1])")
+    def foreign(x):
+        for i in range(x.size):
+            x[i] = function(x[i], x[0])
+
+    with pytest.raises(RuntimeError, match=f"the bits of kernels are the same on every CPU; this one has .*{named}"):
+        foreign._build("f4")
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import builtins
 import platform
 import subprocess
 import sys
 
 import llvmlite.binding as llvm
+import numpy as np
 import pytest
 
+from mpizero.errors import ConfigError
 from mpizero.kernels import machine_code
 from mpizero.kernels.cpu import update
 
@@ -52,22 +53,30 @@ update.sgd(np.ones(5, "f"), np.ones(5, "f"), np.zeros(2, "f"), 0, 5)
     assert "execmem or set NUMBA_DISABLE_JIT=1" in done.stderr
 
 
-def test_features_are_those_that_llvm_finds():
-    known = {"fma", "avx2", "avx512f", "neon", "f16c", "bmi2"}
-    found = {name for name, present in llvm.get_host_cpu_features().items() if present} & known
-    assert machine_code.cpu_features() & (known - {"neon"}) == found - {"neon"}
+@pytest.fixture
+def detect(monkeypatch):
+    """Find the instruction set as if it were the first time."""
+    monkeypatch.delenv("MPIZERO_CPU", raising=False)
+    return machine_code.instruction_set.__wrapped__
 
 
-def test_where_the_system_tells_nothing_llvm_is_asked(monkeypatch):
-    def refused(*args, **kwargs):
-        raise FileNotFoundError(2, "no such file")
+def test_the_instruction_set_is_the_best_that_llvm_finds(detect):
+    found = llvm.get_host_cpu_features()
+    best = next((name for feature, name in (("avx512f", "avx512"), ("fma", "avx2")) if found.get(feature)), "")
+    assert detect() == (best or "neon" if platform.machine() in ("aarch64", "arm64") else best)
 
-    expected = machine_code.cpu_features()
-    machine_code._described.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(builtins, "open", refused)
-        asked, name = machine_code.cpu_features(), machine_code.cpu_identity()
-    machine_code._described.cache_clear()
-    assert {"fma", "avx512f", "neon"} & asked == {"fma", "avx512f", "neon"} & expected
-    assert llvm.get_host_cpu_name() in name
-    assert name != machine_code.cpu_identity() or platform.machine() != "x86_64"
+
+def test_a_narrower_instruction_set_is_taken_where_it_is_asked_for(detect, monkeypatch):
+    features = {"AVX512F": True, "FMA3": True, "ASIMD": False}
+    monkeypatch.setattr(np._core._multiarray_umath, "__cpu_features__", features)
+    assert detect() == "avx512"
+    monkeypatch.setenv("MPIZERO_CPU", "avx2")
+    assert detect() == "avx2"
+    monkeypatch.setenv("MPIZERO_CPU", "neon")
+    with pytest.raises(ConfigError, match="MPIZERO_CPU=neon: this CPU has avx512 and avx2"):
+        detect()
+
+
+def test_a_cpu_without_fused_multiply_adds_has_no_instruction_set(detect, monkeypatch):
+    monkeypatch.setattr(np._core._multiarray_umath, "__cpu_features__", {"SSE2": True, "FMA3": False})
+    assert detect() == ""

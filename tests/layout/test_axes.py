@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mpizero.errors import ExitStatus, GridError
 from mpizero.layout import AXES, Axes, Coordinates
+from mpizero.layout.mesh import order_inside_nodes
 
 SIZES = st.tuples(*[st.integers(1, 4)] * 4)
 GRIDS = st.builds(lambda sizes, order: Axes(*sizes, order=tuple(order)), SIZES, st.permutations(AXES))
@@ -106,3 +108,12 @@ def test_describe_lists_every_rank_with_its_coordinates_and_node() -> None:
         [r, r // 4, r // 2 % 2, r % 2, 0, r // 4] for r in range(8)
     ]
     assert "node" not in Axes(2).describe()
+
+
+def test_an_order_is_found_that_puts_groups_on_one_node():
+    hosts = [0, 0, 0, 0, 1, 1, 1, 1]
+    across = Axes(tensor=4, data=2)
+    assert order_inside_nodes(across, "tensor", hosts) == "pipeline,data,context,tensor"
+    assert not order_inside_nodes(replace(across, order=("pipeline", "data", "context", "tensor")), "tensor", hosts)
+    assert not order_inside_nodes(Axes(tensor=8), "tensor", hosts), "a node has no room for it"
+    assert not order_inside_nodes(Axes(context=4, data=2), "context", hosts)

@@ -34,6 +34,13 @@ LAYERS = [
     nn.Sequential({"first": nn.Linear(8, 4), "second": nn.Linear(4, 4)}),
     nn.Checkpointed(nn.Linear(8, 3)),
     nn.Frozen(nn.Linear(8, 3)),
+    nn.MaxPool(2),
+    nn.AvgPool((2,)),
+    nn.Upsample(2),
+    nn.GroupNorm(2, 8),
+    nn.InstanceNorm(8),
+    nn.Residual(nn.GroupNorm(2, 8)),
+    nn.Concatenate(nn.GroupNorm(2, 8)),
 ]
 INPUTS = {
     "vectors": VECTORS,

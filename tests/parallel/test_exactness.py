@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.sharding.device import different_builds, numpy_builds
+from mpizero.sharding.exactness import different_builds, numpy_builds
 from mpizero.testing import run_in_threads
 from mpizero.types import Run
 from tests.parallel.covering import covering, on_layouts

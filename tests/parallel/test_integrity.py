@@ -90,9 +90,10 @@ def test_a_bit_in_one_of_several_copies_is_found_at_the_next_check_and_the_minor
     def run(comm: Any) -> str:
         with sharded(strategy, comm, mlp(), micro_batch=1, **PRIVATE) as model:
             model.train(*part(comm, x, y))
+            values = model._engine.store.values  # on all ranks: they are in flight
             if comm.rank == 1:
                 slot = sorted(model._engine.updater.state)[0]
-                flip(model._engine.store.values if what == "parameter" else model._engine.updater.state[slot], 20)
+                flip(values if what == "parameter" else model._engine.updater.state[slot], 20)
             (message,) = set(told(comm, model.check_integrity))
             return message
 

@@ -1,4 +1,4 @@
-"""Two real hosts: the same bits as one process, the bytes that the library counts, nothing left behind.
+"""Two and four real hosts: the same bits as one process, the bytes that the library counts, nothing left behind.
 
 scripts/two_hosts.sh makes the hosts, which needs root and iproute2.
 """
@@ -82,24 +82,25 @@ def marked(mark):
     return found
 
 
-def test_two_hosts_have_the_bits_of_one_process_and_send_what_is_counted(tmp_path):
-    command = (sys.executable, str(PROGRAM), str(tmp_path))
-    status, out, err = ended(start("--unshaped", "--count-bytes", "--", *command))
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (4, 1)])
+def test_hosts_have_the_bits_of_one_process_and_send_what_is_counted(tmp_path, hosts, ranks):
+    options = ("--hosts", str(hosts), "--ranks-per-host", str(ranks), "--unshaped", "--count-bytes")
+    status, out, err = ended(start(*options, "--", sys.executable, str(PROGRAM), str(tmp_path)))
     assert status == 0, err
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     with mz.ShardingConfig(micro_batch=2) as config:
         expected = train(config, "ddp", tmp_path / "alone")["sha256"]
         restored = mz.DDPModel(gpt(), config)
         with restored:
-            for strategy in STRATEGIES:  # the checkpoints of both hosts are whole
+            for strategy in (*STRATEGIES, "groups"):  # the checkpoints of all hosts are whole
                 restored.load_model(tmp_path / strategy)
                 assert restored.parameters_sha256() == expected
-    assert [row["strategy"] for row in rows] == [*STRATEGIES, "2 x 2"]
+    assert [row["strategy"] for row in rows] == [*STRATEGIES, "2 x 2", "groups"]
     for row in rows:
-        assert row["nodes"] == [["host1", 2], ["host2", 2]]
+        assert row["nodes"] == [[f"host{number}", ranks] for number in range(1, hosts + 1)]
         assert row["sha256"] == expected, row
         assert row["counted"] <= row["by_interface"] < 1.1 * row["counted"] + 10_000, row  # headers, acknowledgements
-    assert len(re.findall(r"^host[12] sent \d+ bytes$", err, re.MULTILINE)) == 2
+    assert len(re.findall(r"^host[1-4] sent \d+ bytes$", err, re.MULTILINE)) == hosts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One rank of a training on two hosts, started by test_two_hosts.py: a line of JSON for each strategy.
+"""One rank of a training on several hosts, started by test_two_hosts.py: a line of JSON for each strategy.
 
 ``two_hosts_program.py FOLDER`` leaves a checkpoint of each strategy in the folder.
 """
@@ -29,14 +29,17 @@ def batches(rank, size):
 
 
 def train(config, strategy, folder):
-    """Train the same model and save it; ``strategy`` is a name, or "2 x 2" for two stages of two replicas."""
+    """Train the same model and save it.
+
+    ``strategy`` is a name, "2 x 2" for two stages of two replicas, or "groups": zero3 over half of the hosts.
+    """
     optimizer = mz.AdamW(lr=1e-3)
     if strategy == "2 x 2":
         model = mz.HybridShardedModel(gpt(), config, 2, zero_stage=1)
         mz.HybridShardedOptimizer(optimizer, config).set_model(model)
         group = model.batch_group
     else:
-        model = mz.distribute(gpt(), optimizer, strategy=strategy, config=config)
+        model = mz.distribute(gpt(), optimizer, strategy="zero3" if strategy == "groups" else strategy, config=config)
         group = config.communicator
     with model:
         before = by_interface(config.communicator), model._engine.grid.bytes_sent
@@ -65,8 +68,9 @@ def main():
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     nodes = sorted(set(world.allgather((socket.gethostname(), node.size))))
-    for strategy in (*STRATEGIES, "2 x 2"):
-        with mz.ShardingConfig(comm=world, micro_batch=2) as config:
+    for strategy in (*STRATEGIES, "2 x 2", "groups"):
+        half = len(nodes) // 2 if strategy == "groups" else None
+        with mz.ShardingConfig(comm=world, micro_batch=2, shard_nodes=half) as config:
             found = train(config, strategy, sys.argv[1])
         interface = world.allreduce(found["by_interface"] if node.rank == 0 else 0)
         counted = world.allreduce(found["counted"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +12,10 @@ torch = pytest.importorskip("torch")
 
 from mpizero.testing import run_in_threads  # noqa: E402
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "gallery"
-
 
 @pytest.fixture(scope="module")
-def programs() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        import neural_operator
-        import physics_informed
-    return SimpleNamespace(informed=physics_informed, operator=neural_operator)
+def programs(example: Any) -> Any:
+    return SimpleNamespace(informed=example("physics_informed"), operator=example("neural_operator"))
 
 
 def test_the_residual_is_that_of_differences_of_the_solution(programs: Any) -> None:

@@ -13,9 +13,10 @@ import pytest
 
 import mpizero as mz
 from mpizero.comm import Communicator, ProcessGrid, reduce
-from mpizero.errors import ConfigError
+from mpizero.errors import ConfigError, GridError
 from mpizero.guard import guard
 from mpizero.layout import SCHEDULES, Axes, Grains
+from mpizero.layout.mesh import GROUPS
 from mpizero.nn import Frozen
 from mpizero.sharding.compatibility import ZERO_STAGES
 from mpizero.sharding.config import placement
@@ -271,6 +272,19 @@ def test_replicas_hold_and_send_what_was_planned(ranks: int) -> None:
         check_on_threads(each, ranks)
 
 
+@pytest.mark.slow
+def test_groups_of_nodes_hold_and_send_what_was_planned() -> None:
+    jobs: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (4, {"ranks_per_node": 1, "shard_nodes": 2}, {}),
+        (4, {"ranks_per_node": 2, "shard_nodes": 1}, {}),
+        (8, {"ranks_per_node": 2, "shard_nodes": 2, "wire": "bfloat16", "wire_parameters": True}, {}),
+        (8, {"ranks_per_node": 2, "shard_nodes": 1, "share_node_memory": False}, {}),
+        (8, {"ranks_per_node": 1, "shard_nodes": 2}, {"pipeline": 2, "tensor": 1}),
+    ]
+    for ranks, config, way in jobs:
+        check_on_threads(job({"config": config}, zero=3, parallel_layout=way, batch=ranks, model=gpt), ranks)
+
+
 def test_default_grains_of_a_large_batch_are_planned() -> None:
     each = job(zero=2, model=lambda: gpt(layers=1, sequence=1024), batch=40, config={"micro_batch": None})
     plan = planned(each, 3)
@@ -421,7 +435,7 @@ def test_messages_of_many_pieces_are_counted_one_by_one(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
-    [({"parallel_layout": {"context": 2}}, r"context groups \(context=2\)"), (MODELS["float64"], "in float64")],
+    [({"parallel_layout": {"context": 2}}, "2 ranks share each sample"), (MODELS["float64"], "in float64")],
 )
 def test_a_plan_refuses_rounded_sums_where_the_training_does(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -559,26 +573,34 @@ def traced(job: Job, comm: Communicator) -> int:
 
 @pytest.mark.parametrize("size", [1, 6, 8])
 def test_groups_and_nodes_are_those_that_a_job_finds(size: int) -> None:
-    names = ("world", "data", "batch", "pipeline", "tensor", "context", "model", "node", "inter_node")
+    names = (*GROUPS, "world", "node", "inter_node", "shard_group", "replicas")
 
     def found(grid: Any) -> Any:
         groups = {name: (getattr(grid, name).rank, getattr(grid, name).size) for name in names}
         shares = [size > 1 and getattr(grid, n).shares_memory for n in ("tensor", "context") if groups[n][1] > 1]
         return groups, shares, grid.nodes, grid.position, grid.coordinates, grid.order, grid.order_index, (
-            grid.node_ranks, grid.inter_node_ranks, grid.group_sizes,
+            grid.node_ranks, grid.inter_node_ranks, grid.group_sizes, grid.shard_group_ranks, grid.replica_ranks,
         )  # fmt: skip
 
-    for axes in every_axes(size):
-        for simulated in (None, 1, 2, 3):
-            for share in (True, False):
+    def outcome(grids: Callable[[], Any]) -> Any:
+        try:
+            return grids()
+        except GridError as error:
+            return str(error)
 
-                def real(comm: Communicator, axes=axes, simulated=simulated, share=share) -> Any:
-                    with ProcessGrid.create(comm, axes=axes, ranks_per_node=simulated, share_node_memory=share) as grid:
+    for number, axes in enumerate(every_axes(size)):
+        for turn, simulated in enumerate((None, 1, 2, 3)):
+            for share in (True, False):
+                settings = {"share_node_memory": share, "shard_nodes": (None, 1, 2)[(number + turn) % 3]}
+
+                def real(comm: Communicator, axes=axes, simulated=simulated, settings=settings) -> Any:
+                    with ProcessGrid.create(comm, axes=axes, ranks_per_node=simulated, **settings) as grid:
                         return found(grid)
 
                 hosts = tuple(rank - rank % (simulated or size) for rank in range(size))
-                ranks = PlannedRanks(axes, hosts, share)
-                assert run_in_threads(size, real) == [found(ranks.grid(rank)) for rank in range(size)]
+                ranks = PlannedRanks(axes, hosts, share, settings["shard_nodes"])
+                expected = outcome(lambda: [found(ranks.grid(rank)) for rank in range(size)])  # noqa: B023
+                assert outcome(lambda: run_in_threads(size, real)) == expected  # noqa: B023
 
 
 def every_axes(size: int) -> list[Axes]:

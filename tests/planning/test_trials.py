@@ -51,7 +51,7 @@ def test_products_that_cannot_be_are_errors_as_ever() -> None:
 
 
 def test_another_blas_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = SimpleNamespace(least=0, memory=lambda a: None, product=pytest.fail)
+    other = SimpleNamespace(least=0, memory=lambda a, b: None, product=pytest.fail)
     monkeypatch.setattr(products, "library", lambda: other)
     big = np.zeros((128, 128), np.float32)
     assert matmul(big, big.view(FakeArray)).shape == (128, 128)

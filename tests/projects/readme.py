@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def follow_readme(folder, launch=True):
     (block,) = re.findall(r"^```sh\n(.*?)^```$", Path(folder, "README.md").read_text("utf-8"), re.M | re.S)[:1]
     found = []
     for line in block.splitlines():
-        words = [{"mpiexec": mpiexec, "python": python}.get(word, word) for word in line.partition(" #")[0].split()]
+        words = [{"mpiexec": mpiexec, "python": python}.get(word, word) for word in shlex.split(line, comments=True)]
         if words[0] == mpiexec and not launch:
             continue
         done = subprocess.run(

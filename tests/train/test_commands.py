@@ -25,8 +25,19 @@ def machine_that_can_train(outcome, ranks):
     assert found["ok"]
     assert found["ranks"] == ranks
     names = [check["name"] for check in found["checks"]]
-    machine = ["versions", "mpi", "cores", "blas", "hdf5", "memory", "shared memory", "leftovers", "kernels", "gpu"]
-    assert names == [*machine, "torch", "launch", "threads", "time limit"]
+    machine = [
+        "versions",
+        "mpi",
+        "messages",
+        "cores",
+        "blas",
+        "hdf5",
+        "memory",
+        "shared memory",
+        "leftovers",
+        "kernels",
+    ]
+    assert names == [*machine, "gpu", "torch", "launch", "threads", "time limit"]
     assert all(check["remedy"] for check in found["checks"] if check["status"] != "ok")
     return dict(zip(names, found["checks"], strict=True))
 

@@ -6,7 +6,9 @@ They are threads; ``scripts/exactness_hybrid.py`` trains on more layouts under m
 from __future__ import annotations
 
 import json
+import re
 
+import numpy as np
 import pytest
 
 from tests.train.conftest import ThreadCommands, write_inputs
@@ -119,6 +121,35 @@ def test_a_multi_layer_perceptron_that_learns_digits_is_cut_into_stages(on_threa
     uneven = on_threads.run(3, "train", "digits.toml", "train.steps=5", *parallel("tensor=3"))  # of 32 and 16 features
     assert uneven.status == 0, uneven.err
     assert uneven.result["loss"] == pytest.approx(lines[4]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("task", ["regression", "classification"])
+def test_a_u_net_that_takes_its_channels_from_the_data_is_cut_into_stages(on_threads, task):
+    x = np.random.default_rng(0).normal(size=(24, 5, 6, 2)).astype("f4")
+    np.save(on_threads.folder / "x.npy", x)
+    np.save(on_threads.folder / "flat.npy", x[:, :, 0, 0])
+    np.save(on_threads.folder / "y.npy", np.roll(x, 1, axis=1) if task == "regression" else (x > 0).sum(-1))
+    (on_threads.folder / "fields.toml").write_text(
+        f'[model]\nname = "unet"\ntask = "{task}"\nwidth = 4\ngroups = 2\nlevels = 2\ndropout = 0.1\n'
+        '[data]\narrays = {x = "x.npy", y = "y.npy"}\n[train]\nsteps = 3\nglobal_batch = 6\nmicro_batch = 2\n'
+    )
+    alone = on_threads(1, "train", "fields.toml")
+    assert alone.status == 0, alone.err
+    for ranks, settings in ((2, ["strategy=zero3"]), (2, ["pipeline=2"]), (4, ["pipeline=2", "strategy=zero1"])):
+        together = on_threads.run(ranks, "train", "fields.toml", *parallel(*settings))
+        assert together.status == 0, together.err
+        assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
+    for setting, why in (
+        ("model.groups=3", "must divide model.width = 4"),
+        ('model.padding=["zeros"]', "must be one for all axes of space, or one for each of 2"),
+        ('data.arrays={x="flat.npy",y="y.npy"}', r"a unet takes fields .*, the data have shape \(5,\) each"),
+        ('data.arrays={x="x.npy",y="flat.npy"}', rf'task = "{task}" takes .* \(samples, 5, 6.*of shape \(samples, 5\)'),
+    ):
+        refused = on_threads.run(1, "train", "fields.toml", setting)
+        assert refused.status
+        assert re.search(why, refused.err), refused.err
+    refused = on_threads.run(2, "train", "fields.toml", *parallel("tensor=2"))
+    assert 'parallel.tensor = 2: must be 1: blocks of model.name = "unet" are not split' in refused.err
 
 
 @pytest.mark.slow

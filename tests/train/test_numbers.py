@@ -101,10 +101,10 @@ def one_bad_step(tmp_path_factory):
 ABOUT = {
     "wide": ([3, 10**12], ("widths",), "bytes of parameters, this job may take"),
     "wide features": ([10**9, 2], ("widths",), r"shape \(3,\) each, its mlp takes \(1000000000,\)"),
-    "negative widths": ([-3, 2], ("widths",), "about.widths is .*expected two whole numbers > 0"),
-    "true as width": ([True, 2], ("widths",), "about.widths is .*expected two whole numbers > 0"),
+    "negative widths": ([-3, 2], ("widths",), "about.widths is .*expected whole numbers > 0"),
+    "true as width": ([True, 2], ("widths",), "about.widths is .*expected whole numbers > 0"),
     "one width": ([3], ("widths",), "an mlp takes features and outputs"),
-    "widths as text": ("33", ("widths",), "about.widths is .*expected two whole numbers > 0"),
+    "widths as text": ("33", ("widths",), "about.widths is .*expected whole numbers > 0"),
     "wide layers": ([10**6] * 3, ("config", "model", "hidden"), "bytes of parameters, this job may take"),
     "many layers": ([1] * 100_000, ("config", "model", "hidden"), "100001 blocks, at most 65536"),
     "many heavy blocks": ({"name": "gpt", "layers": 10**9}, ("config", "model"), "of another version|at most 65536"),

@@ -11,7 +11,7 @@ import pytest
 from mpizero.errors import ExitStatus
 from tests.train.conftest import until
 
-RESULT_KEYS = ["steps", "loss", "parameters_sha256", "ranks", "strategy"]
+RESULT_KEYS = ["steps", "loss", "parameters_sha256", "bits", "ranks", "strategy"]
 RESULT_KEYS += ["tokens_per_second", "parameter_count", "layout"]
 
 
@@ -22,6 +22,7 @@ def test_a_run_ends_with_one_line_of_json_and_leaves_its_files(trained):
     assert list(outcome.result) == RESULT_KEYS
     assert outcome.result["steps"] == 6
     assert re.fullmatch("[0-9a-f]{64}", outcome.result["parameters_sha256"])
+    assert outcome.result["bits"] == "every CPU"
     assert json.loads((run / "run_complete").read_text()) == outcome.result
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
 

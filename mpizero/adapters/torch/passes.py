@@ -222,7 +222,7 @@ class ModuleCall:
     def on_zeros(self, x: Any, dtype: np.dtype[Any], mode: AbstractContextManager[Any]) -> Any:
         """Return the output for ``x`` of a copy of the module, in training, with zero parameters and stored buffers.
 
-        ``mode`` is a context in which the pass runs. Not collective.
+        The pass runs inside the context manager ``mode``. Not collective.
         """
         kinds = (dtype, np.result_type(dtype, np.complex64))
         values = [as_tensor(np.zeros(spec.shape, kinds[spec.complex])) for spec in self.tensors.specs]

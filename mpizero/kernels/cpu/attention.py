@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpizero.kernels.cpu.layers import SCRATCH, larger, row_dot, row_max, row_sum
+from mpizero.kernels.elementary import exponential
 from mpizero.kernels.formulas import rescaled, softmax_gradient, visible_keys, visible_keys_in_tile
 from mpizero.kernels.jit import fetch_below, kernel
-from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 # Exponentials are taken of whole vectors, as the few elements of a remainder would cost as much as the rest of a row;

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpizero.kernels.cpu.layers import BLOCK, FOLD, SCRATCH, fold_sum, larger, row_max
+from mpizero.kernels.elementary import exponential
 from mpizero.kernels.formulas import (
     absolute_error_gradient,
     absolute_error_value,
@@ -26,7 +27,6 @@ from mpizero.kernels.formulas import (
     inside,
 )
 from mpizero.kernels.jit import kernel
-from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 

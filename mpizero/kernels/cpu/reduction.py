@@ -17,7 +17,7 @@ import numpy as np
 
 from mpizero.kernels import formulas
 from mpizero.kernels.jit import fetch_ahead, kernel
-from mpizero.kernels.special_functions import (
+from mpizero.kernels.random_numbers import (
     dropout_key,
     dropout_threshold,
     half_bits,

@@ -15,8 +15,8 @@ import math
 
 from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.cuda.layers import MOST_THREADS, block_max, block_sum, larger
+from mpizero.kernels.elementary import exponential
 from mpizero.kernels.formulas import rescaled, softmax_gradient, visible_keys, visible_keys_in_tile
-from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 

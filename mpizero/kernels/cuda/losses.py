@@ -13,6 +13,7 @@ import numpy as np
 
 from mpizero.kernels.cuda.launch import cuda, kernel
 from mpizero.kernels.cuda.layers import MOST_THREADS, block_max, block_sum, larger
+from mpizero.kernels.elementary import exponential
 from mpizero.kernels.formulas import (
     absolute_error_gradient,
     absolute_error_value,
@@ -26,7 +27,6 @@ from mpizero.kernels.formulas import (
     huber_value,
     inside,
 )
-from mpizero.kernels.special_functions import exponential
 from mpizero.types import Array
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpizero.kernels import formulas, namespace, to_host
 from mpizero.kernels.cuda.launch import cuda, kernel
-from mpizero.kernels.special_functions import (
+from mpizero.kernels.random_numbers import (
     dropout_key,
     dropout_threshold,
     half_bits,

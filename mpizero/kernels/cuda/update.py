@@ -93,7 +93,7 @@ def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
 
 
 def _fold(rows_a: Array, a: int, rows_b: Array, b: int, program: Array, stack: Array) -> Any:
-    """Execute the program on one element of each row, column a of ``rows_a`` or b of ``rows_b``; return the sum."""
+    """Execute the tree program on column a of ``rows_a``, followed by column b of ``rows_b``; return the sum."""
     top = -1
     for step in range(program.size):
         code = program[step]

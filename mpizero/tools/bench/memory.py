@@ -426,7 +426,8 @@ def measure_config(
             source, validation = build_source(config)
             config = with_batch(config, source)
         for number, (share, strategy) in enumerate(product(shared, names)):
-            parallel = replace(config.parallel, strategy=strategy, share_node_memory=share)
+            shard_nodes = config.parallel.shard_nodes if placement(strategy).shard_parameters else None
+            parallel = replace(config.parallel, strategy=strategy, share_node_memory=share, shard_nodes=shard_nodes)
             run = _ConfigRun(replace(config, parallel=parallel), (source, validation), comm)
             tables += _tables(run, steps, None if number else run, tell)
     return tables

@@ -411,7 +411,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _not_proven_right(point: ParameterPoint, names: Sequence[str]) -> list[str]:
-    """Change all parameters together; return the parameters whose gradients are not proven right by that."""
+    """Compare slopes along directions that change all parameters; return the parameters not proven right by that."""
     slopes = [point.slope(direction(point, names), enough=1e-5) for direction in (steep, dense, dense)]
     if any(slope is None or point.verdict(slope) is False for slope in slopes):
         return list(names)
@@ -898,7 +898,7 @@ class _Check:
     def digests(self) -> dict[tuple[int, str], str]:
         """Return a hash of every value that must be equal on all ranks, in order of computation. Not collective.
 
-        Keys are the number of the evaluation and the name of the value.
+        Each key is a pair: the number of the evaluation, and the name of the value.
         """
         result = {}
         for number, evaluation in enumerate(self.evaluated):

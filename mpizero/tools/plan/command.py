@@ -26,7 +26,8 @@ from mpizero.layout import Simulation
 from mpizero.layout.schedules import timetable
 from mpizero.nn.models import unfrozen
 from mpizero.sharding.config import placement
-from mpizero.sharding.partition import blocks_of, exactness
+from mpizero.sharding.exactness import exactness
+from mpizero.sharding.partition import blocks_of
 from mpizero.tools.doctor import counted
 from mpizero.tools.plan.plan import PARTS, RankPlan, TrainingPlan
 from mpizero.tools.plan.time import Machine, TimeFloors
@@ -369,7 +370,8 @@ def _name(plan: PlannedRun, row: _Row) -> str:
     if axes.tensor * axes.context > 1:
         several = f"{first} to {last}" if first < last else str(first)
         split = " x ".join(axis for axis in ("tensor", "context") if getattr(axes, axis) > 1)
-        names.append(f"{split} part {several}")
+        shared = "domain" if plan.config.parallel.domain else split
+        names.append(f"{shared} part {several}")
     return ", ".join(names)
 
 
@@ -465,6 +467,8 @@ def _entries(plan: PlannedRun) -> Iterator[tuple[str, Any]]:
     training = plan.training
     yield "parameter_count", plan.parameter_count
     yield "axes", dict(training.axes.sizes)
+    if plan.config.parallel.domain:
+        yield "domain", list(plan.config.parallel.domain)
     yield "strategy", plan.config.parallel.strategy
     yield "tiles", training.tiles
     yield "within_rounding", list(training.within_rounding)

@@ -26,7 +26,17 @@ from mpizero.comm import model_group
 from mpizero.comm.reduce import WIRE, Codec, exchange_step, gather_step, pieces_of
 from mpizero.layout import Axes, Coordinates, Grains, Partition, Span
 from mpizero.layout.batch import contiguous_owners, contiguous_parts, max_dynamic_rows, node_blocks, round_owners
-from mpizero.layout.mesh import GROUPS, WINDOW_GROUPS, NodeOrder, by_node, inside_nodes, node_major, uneven_counts
+from mpizero.layout.fields import Cut
+from mpizero.layout.mesh import (
+    GROUPS,
+    WINDOW_GROUPS,
+    NodeOrder,
+    by_node,
+    inside_nodes,
+    node_major,
+    shard_groups,
+    uneven_counts,
+)
 from mpizero.layout.sum_tree import RoundPlan, RowsPlan, dynamic_parts, round_plan, rows_plan
 from mpizero.nn.virtual_ranks import Arrived
 from mpizero.sharding.batch import starts_of
@@ -190,16 +200,20 @@ class WindowCopies(NamedTuple):
     barriers: int
 
 
+#: Kinds of group calls that are messages, also where the ranks share a window.
+_SENT = ("shift", "exchange")
+
+
 class GroupCall(NamedTuple):
     """Describe one collective call of a method of :class:`mpizero.types.Group`.
 
     Attributes
     ----------
     kind : str
-        "reduce", "gather", "scatter" or "shift".
+        "reduce", "gather", "scatter", "shift" or "exchange" (all to all).
     unit : int
-        Number of elements of the array; for "gather" and "scatter" the number at one index of the axis along which the
-        array is cut.
+        Number of elements of the array, or of those that an exchange sends to other ranks; for "gather" and "scatter"
+        the number at one index of the axis along which the array is cut.
     sizes : tuple of int
         For "gather" and "scatter", the length of each rank's part along that axis; otherwise empty.
     outer : int
@@ -220,9 +234,9 @@ class GroupCall(NamedTuple):
     def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
         """Return the bytes and messages that rank ``rank`` of a group of ``size`` ranks sends. Not collective.
 
-        If the ranks share a window (``in_window``), only shifts send messages.
+        If the ranks share a window (``in_window``), only shifts and exchanges send messages.
         """
-        if self.kind == "shift":
+        if self.kind in _SENT:
             return one_call(self.unit * self.itemsize)
         if in_window:
             return Sent()
@@ -240,7 +254,7 @@ class GroupCall(NamedTuple):
 
         Not collective.
         """
-        if self.kind == "shift":
+        if self.kind in _SENT:
             return WindowCopies((), 0)
         total = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
         part = self.unit * self.sizes[rank] * self.itemsize if self.sizes else total
@@ -267,7 +281,7 @@ class GroupCall(NamedTuple):
         if self.kind == "scatter":
             packed = {"packed": self.unit * sum(self.sizes) * self.itemsize} if self.outer > 1 else {}
             return {**packed, "arrived": size * self.unit * self.sizes[rank] * self.itemsize}
-        if self.kind == "shift":
+        if self.kind in _SENT:
             return {}
         if size == 2:
             return {"arrived": 2 * self.unit * self.itemsize}
@@ -276,7 +290,7 @@ class GroupCall(NamedTuple):
 
     def half(self, size: int) -> int:
         """Return the bytes that the call needs in each of the two halves of a group's window. Not collective."""
-        if self.kind == "shift":
+        if self.kind in _SENT:
             return 0
         nbytes = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
         rows = {"gather": 1, "scatter": size}.get(self.kind, size)
@@ -287,7 +301,7 @@ class GroupCall(NamedTuple):
 
 def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
     """Return the bytes of the window that a group of ``size`` ranks needs for these calls. Not collective."""
-    needed = max((call.half(size) for call in calls if call.kind != "shift"), default=0)
+    needed = max((call.half(size) for call in calls if call.kind not in _SENT), default=0)
     if not needed:
         return 0
     return 2 * size * model_group.LINE + 2 * (-(-max(needed, model_group.FIRST_HALF) // 4096) * 4096)
@@ -346,6 +360,18 @@ class RecordingGroup:
             self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize, self.axis) for x in arrays]
         return Arrived(tuple(np.array(x, order="C") for x in arrays))
 
+    def all_to_all(self, parts: Sequence[Array], counts: Sequence[int], tag: str = "") -> list[Array]:
+        """Record the call, and return uninitialized arrays of ``counts`` elements in place of other ranks' parts."""
+        own = parts[self.rank]
+        if self.size == 1:
+            return [own]
+        sent = np.concatenate([own[:0], *(part for rank, part in enumerate(parts) if rank != self.rank)])
+        self.calls.append(GroupCall("exchange", sent.size, (), 1, own.itemsize, self.axis))
+        wanted = [0 if rank == self.rank else int(count) for rank, count in enumerate(counts)]
+        blocks = np.split(np.zeros(sum(wanted), own.dtype), np.cumsum(wanted)[:-1])
+        blocks[self.rank] = own
+        return blocks
+
     def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int]) -> GroupCall:
         axis %= x.ndim
         outer = prod(x.shape[:axis])
@@ -353,6 +379,60 @@ class RecordingGroup:
         call = GroupCall(kind, unit, tuple(map(int, sizes)), outer, x.itemsize, self.axis)
         self.calls.append(call)
         return call
+
+
+class FieldExtents:
+    """Note the extents of the fields that the layers of each block ask for, and tell them again, in the same order.
+
+    A rank's part of a field does not say how large the field is. So blocks first run on whole fields.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[str | None, list[tuple[int, ...]]] = {}
+        self._block: str | None = None
+        self._told = 0
+
+    def begin(self, block: str | None) -> None:
+        """Begin a block, or the loss (None). Not collective."""
+        self._block, self._told = block, 0
+
+    def note(self, extents: tuple[int, ...]) -> None:
+        """Add the extents of the next field of the block. Not collective."""
+        self._of.setdefault(self._block, []).append(extents)
+
+    def tell(self) -> tuple[int, ...]:
+        """Return the extents of the next field of the block, which may run several times. Not collective."""
+        noted, self._told = self._of[self._block], self._told + 1
+        return noted[(self._told - 1) % len(noted)]
+
+
+class RecordingDomain(RecordingGroup):
+    """Replace the group of a domain on one rank, as :class:`RecordingGroup`; ``extents`` says how large fields are.
+
+    With a domain of one rank, ``extents`` notes it; with one of several, it tells it.
+    """
+
+    def __init__(self, cut: Cut, rank: int, calls: list[GroupCall], extents: FieldExtents) -> None:
+        super().__init__("context", rank, cut.size, calls)
+        self.cut, self.extents = cut, extents
+
+    def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
+        """Record the call; return zeros in which this rank's part is ``x``, or the extents of all ranks' parts.
+
+        Layers send extents in the first step only: these calls are not recorded. Functions, whose rows have a further
+        column that is the same on all ranks, send them in every call.
+        """
+        if tag != "extents":
+            return super().all_gather(x, axis, sizes, tag)
+        axes = len(self.cut.parts)
+        if x.shape[1] > axes:
+            super().all_gather(x, axis, sizes, tag)
+        if self.size == 1:
+            self.extents.note(tuple(x[0, :axes].tolist()))
+            return x
+        extents, rows = self.extents.tell(), np.repeat(x, self.size, axis=0)
+        rows[:, :axes] = [[part.stop - part.start for part in self.cut.box(extents, rank)] for rank in range(self.size)]
+        return rows
 
 
 @dataclass(frozen=True)
@@ -418,7 +498,9 @@ class StepBatches:
         count, key = self.grains.count * grid.context.size, _kind(grid)
         if key not in self._rows_plans:
             parts = contiguous_parts(grid, count)
-            self._rows_plans[key] = rows_plan(parts, grid.group_sizes, count, scratch=self.scratch == "grains")
+            self._rows_plans[key] = rows_plan(
+                parts, grid.group_sizes, grid.leaves(count), scratch=self.scratch == "grains"
+            )
         return self._rows_plans[key]
 
     def round_plan(self, grid: PlannedGrid) -> RoundPlan:
@@ -428,7 +510,7 @@ class StepBatches:
         as a grain.
         """
         if (key := _kind(grid)) not in self._round_plans:
-            self._round_plans[key] = round_plan(self.grains.count * grid.context.size, grid.group_sizes)
+            self._round_plans[key] = round_plan(grid.leaves(self.grains.count * grid.context.size), grid.group_sizes)
         return self._round_plans[key]
 
     def jobs(self, grid: PlannedGrid) -> tuple[int, ...]:
@@ -521,8 +603,11 @@ class PlannedGrid(NodeOrder):
     model: PlannedGroup
     node: PlannedGroup
     inter_node: PlannedGroup
+    shard_group: PlannedGroup
+    replicas: PlannedGroup
     nodes: tuple[tuple[int, ...], ...]
     position: tuple[int, ...]
+    shard_groups: tuple[tuple[int, ...], ...]
 
     @cached_property
     def group_calls(self) -> list[GroupCall]:
@@ -552,15 +637,24 @@ class PlannedRanks:
         For every rank, the first rank of its node.
     share : bool
         Whether ranks of a node share memory.
+    shard_nodes : int or None
+        Number of nodes over which parameters are sharded; None is all nodes.
     """
 
     axes: Axes
     hosts: tuple[int, ...]
     share: bool = True
+    shard_nodes: int | None = None
 
     @classmethod
     def build(
-        cls, axes: Axes, *, ranks_per_node: int | None = None, simulated: int | None = None, share: bool = True
+        cls,
+        axes: Axes,
+        *,
+        ranks_per_node: int | None = None,
+        simulated: int | None = None,
+        share: bool = True,
+        shard_nodes: int | None = None,
     ) -> PlannedRanks:
         """Return the ranks of a job in which consecutive ranks are on the same node. Not collective.
 
@@ -574,11 +668,13 @@ class PlannedRanks:
             Number of ranks of a simulated node (``ShardingConfig.ranks_per_node``), into which each real node is cut.
         share : bool
             Whether ranks of a node share memory.
+        shard_nodes : int or None
+            Number of nodes over which parameters are sharded; None is all nodes.
         """
         real = ranks_per_node or axes.size
         small = min(simulated or real, real)
         hosts = tuple(rank - rank % real % small for rank in range(axes.size))
-        ranks = cls(axes, hosts, share)
+        ranks = cls(axes, hosts, share, shard_nodes)
         if not share or axes.context == 1:
             return ranks
         # The context ranks that share a grain must follow one another in the order in which a round assigns grains.
@@ -590,6 +686,10 @@ class PlannedRanks:
     def uneven(self) -> bool:
         """Tell whether memory cannot be shared because a data group has unequal numbers of ranks on its nodes."""
         return self.share and bool(uneven_counts(self.axes, self.hosts))
+
+    @cached_property
+    def _shard_groups(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        return shard_groups(self.axes, self.hosts, self.shard_nodes, share=self.share and not self.uneven)
 
     def inside_nodes(self, group: str) -> bool:
         """Tell whether each group of the kind ``group`` ("tensor", for example) is inside one node. Not collective."""
@@ -604,6 +704,8 @@ class PlannedRanks:
         if not self.share or self.uneven:
             nodes = tuple((index,) for index in range(data.size))
         node = next(index for index, ranks in enumerate(nodes) if data.rank in ranks)
+        sharing = self._shard_groups[members["data"]]
+        number, place = next((n, nodes.index(node)) for n, nodes in enumerate(sharing) if node in nodes)
         groups = {name: self._group(name, rank, ranks) for name, ranks in members.items() if name != "data"}
         return PlannedGrid(
             axes=self.axes,
@@ -612,8 +714,11 @@ class PlannedRanks:
             data=data,
             node=PlannedGroup(nodes[node].index(data.rank), len(nodes[node]), True),
             inter_node=PlannedGroup(node, len(nodes)),
+            shard_group=PlannedGroup(place, len(sharing[0])),
+            replicas=PlannedGroup(number, len(sharing)),
             nodes=nodes,
             position=node_major(nodes),
+            shard_groups=sharing,
             **groups,
         )
 
@@ -646,6 +751,8 @@ class PlannedTraining:
         Whether the model is made of blocks; a functional model computes all gradients together.
     in_place : bool
         Whether the model is a functional model that writes its gradients in place.
+    slab_bytes : int
+        Bytes by which a rank of a domain describes its parts of fields to each other rank; 0 without a domain.
     """
 
     row: Placement
@@ -657,6 +764,7 @@ class PlannedTraining:
     loss_scale: bool = False
     by_block: bool = True
     in_place: bool = False
+    slab_bytes: int = 0
 
     @property
     def codec(self) -> Codec | None:

@@ -33,17 +33,20 @@ from mpizero import nn
 from mpizero._util.pytree import SampleTree, leaves_of, map_leaves
 from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.comm.p2p import ArrayShape, TreeForm
+from mpizero.data.source import Slab
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout import Instruction
+from mpizero.layout.fields import Cut
 from mpizero.layout.flat import FlatLayout, Unit, nested, united, views
 from mpizero.layout.sum_tree import cover
 from mpizero.layout.tensor_parts import elements_within, tile_rows
+from mpizero.nn.domain_parallel import domain_model
 from mpizero.nn.layer import Operations, fresh_integers
 from mpizero.sharding.config import Placement
 from mpizero.sharding.params import Shard
 from mpizero.sharding.partition import ParallelLayout, PartitionedModel, partition_model
 from mpizero.sharding.pipeline import AHEAD
-from mpizero.tools.plan.counts import GroupCall, PlannedGrid, RecordingGroup
+from mpizero.tools.plan.counts import FieldExtents, GroupCall, PlannedGrid, RecordingDomain, RecordingGroup
 from mpizero.types import Array, BlockModel, Layer, Loss, Run
 
 if TYPE_CHECKING:
@@ -317,12 +320,23 @@ class BlockTrials:
         The list to which the groups append the calls of split layers and loss.
     dtype : numpy dtype
         The dtype of the parameters.
+    extents : FieldExtents or None
+        With a domain, the extents of whole fields; then each block is run, because parts of equal shapes may be of
+        different fields.
     """
 
     def __init__(
-        self, blocks: Mapping[str, Layer], loss: Loss, sample: TrialSample, calls: list[GroupCall], dtype: Any
+        self,
+        blocks: Mapping[str, Layer],
+        loss: Loss,
+        sample: TrialSample,
+        calls: list[GroupCall],
+        dtype: Any,
+        *,
+        extents: FieldExtents | None = None,
     ) -> None:
         self.blocks, self.loss, self.sample, self.calls, self.dtype = dict(blocks), loss, sample, calls, np.dtype(dtype)
+        self.extents = extents
         self._tried: dict[tuple[str, TreeForm], BlockTrial] = {}
         self._warmed: set[str] = set()
         self._results: dict[int, Trials] = {}
@@ -360,11 +374,13 @@ class BlockTrials:
         form = TreeForm.of(x, "x")
         trials: Trials = {}
         for name, layer in self.blocks.items():
-            key = (_kind(layer), form)
+            kind = _kind(layer)
+            key = (kind if self.extents is None else name, form)
             if key not in self._tried:
                 start = _zeros(form) if value is None else value
+                self._begin(name)
                 try:
-                    self._warm(layer, key[0], partial(self._block, layer), start)
+                    self._warm(layer, kind, partial(self._block, layer), start)
                     self._tried[key] = self._block(layer, start)
                 except Exception as error:
                     raise ConfigError(
@@ -373,9 +389,14 @@ class BlockTrials:
             trials[name] = self._tried[key]
             form, value = trials[name].output, None
         prediction = _zeros(form)
+        self._begin(None)
         self._warm(self.loss, "", lambda arguments: self._loss(*arguments), (prediction, y))
         trials[None] = self._loss(prediction, y)
         return trials
+
+    def _begin(self, block: str | None) -> None:
+        if self.extents is not None:
+            self.extents.begin(block)
 
     def _warm(self, computing: Any, kind: str, attempt: Callable[[Any], Any], argument: Any) -> None:
         """Call ``attempt`` before the first trial of blocks of this kind, with one sample, without measuring it.
@@ -566,6 +587,8 @@ class ModelPart:
         For every stage, the layout of the parameters that this tensor rank would hold there.
     parts : int
         Number of ranks of the data group.
+    share : float
+        The share of the positions of a field that the rank has; 1 without a domain.
     """
 
     partitioned: PartitionedModel
@@ -575,6 +598,7 @@ class ModelPart:
     shape: tuple[int, ...]
     layouts: dict[int, FlatLayout]
     parts: int
+    share: float = 1.0
 
     @classmethod
     def build(
@@ -587,27 +611,38 @@ class ModelPart:
         minimum_unit: int,
         *,
         known: BlockTrials | None = None,
+        extents: FieldExtents | None = None,
         tries: bool = True,
     ) -> ModelPart:
         """Return the part of the model that the rank of ``grid`` would hold in a run. Not collective.
 
         ``known`` are the :meth:`even_trials` of another part. If inputs and parameters of that part have the same
-        shapes, its trials are used, and blocks are not run again. With ``tries=False`` no block is run at all.
+        shapes, its trials are used, and blocks are not run again. With a domain, ``extents`` are those that
+        :func:`field_extents` returns. With ``tries=False`` no block is run at all.
 
         Raises
         ------
         ConfigError
             The model cannot be split over the tensor or context group, or cannot be cut into stages.
         """
-        partitioned = partition_model(model, cast("ProcessGrid", grid), parallel_layout)
+        slab = Slab(Cut(parallel_layout.domain), grid.context.rank) if parallel_layout.domain else Slab()
+
+        def group_for(group: Any) -> Any:
+            if slab.cut is None or group is not grid.context_group:
+                return group
+            return RecordingDomain(slab.cut, slab.rank, grid.group_calls, extents or FieldExtents())
+
+        partitioned = partition_model(model, cast("ProcessGrid", grid), parallel_layout, group_for)
         layouts = {
             stage: partitioned.layout(stage, one_unit=row.one_unit, minimum_unit=minimum_unit)
             for stage in range(grid.pipeline.size)
         }
         none = None, "no block has been run", ()
-        trials, untried, length_calls = _try_blocks(partitioned, grid, sample, known) if tries else none
+        tried = (partitioned, grid, sample, known if slab.cut is None else None)
+        trials, untried, length_calls = _try_blocks(*tried, slab, extents) if tries else none
         first = SampleTree.of(x=sample.x).leaves[0]
-        return cls(partitioned, trials, untried, length_calls, tuple(first.shape[1:]), layouts, grid.data.size)
+        share = slab.of((first, first))[0].size / max(1, first.size)
+        return cls(partitioned, trials, untried, length_calls, tuple(first.shape[1:]), layouts, grid.data.size, share)
 
     @cached_property
     def layout(self) -> FlatLayout:
@@ -656,9 +691,9 @@ class ModelPart:
         return self._trials.of(samples)[self.blocks(chunk)[-1]].output
 
     def gradient(self, chunk: int, samples: int) -> TreeForm:
-        """Return the form of the gradient of a chunk's input for one micro-batch of ``samples`` samples.
+        """Return structure, shapes and dtypes of the gradient of a chunk's input, for ``samples`` samples.
 
-        The form has no array if the chunk's first block computes no such gradient. Not collective.
+        There is no array if the chunk's first block computes no such gradient. Not collective.
         """
         form = self._trials.of(samples)[self.blocks(chunk)[0]].gradient
         return TreeForm.of(None, "") if form is None else form
@@ -672,7 +707,8 @@ class ModelPart:
             if not isinstance(layer, nn.Layer) or not _counts(layer):
                 return None
             try:
-                result[name] = layer.operations(shape)
+                counts = layer.operations(shape)
+                result[name] = counts if self.share == 1 else Operations(*(round(n * self.share) for n in counts))
                 shape = layer.output_shape(shape)
             except NotImplementedError:
                 return None
@@ -703,7 +739,12 @@ class ModelPart:
 
 
 def _try_blocks(
-    partitioned: PartitionedModel, grid: PlannedGrid, sample: TrialSample, known: BlockTrials | None
+    partitioned: PartitionedModel,
+    grid: PlannedGrid,
+    sample: TrialSample,
+    known: BlockTrials | None,
+    slab: Slab,
+    extents: FieldExtents | None,
 ) -> tuple[BlockTrials | None, str, tuple[GroupCall, ...]]:
     """Return trials of blocks, why they do not determine memory ("" if they do), and group calls before blocks run.
 
@@ -721,7 +762,9 @@ def _try_blocks(
         if not all(isinstance(part, np.ndarray) for part in (sample.x, sample.y)):
             raise ConfigError("blocks cannot be tried alone on samples that are trees of arrays")
         local, length_calls = _local(sample, partitioned, grid)
-        trials = BlockTrials(model.blocks, model.loss, local, grid.group_calls, model.dtype)
+        x, y = slab.of((local.x, local.y))
+        local = replace(local, x=x, y=y)
+        trials = BlockTrials(model.blocks, model.loss, local, grid.group_calls, model.dtype, extents=extents)
         if known is not None and known.shapes == trials.shapes:
             trials = known
         trials.of(FEW)
@@ -732,6 +775,22 @@ def _try_blocks(
     foreign = ((name, getattr(layer, "memory_of", "")) for name, layer in model.blocks.items())
     reason = next((f"block {name!r} keeps them in the memory of {whose}" for name, whose in foreign if whose), "")
     return trials, reason, length_calls
+
+
+def field_extents(model: BlockModel, axes: int, sample: TrialSample) -> FieldExtents:
+    """Run each block of a model once, on whole fields of so many axes of space, to know how large its fields are.
+
+    Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If a block has no form for a domain, or cannot be tried.
+    """
+    extents, cut, calls = FieldExtents(), Cut((1,) * axes), list[GroupCall]()
+    whole = domain_model(model, cut, RecordingDomain(cut, 0, calls, extents))
+    BlockTrials(whole.blocks, whole.loss, sample, calls, whole.dtype, extents=extents).of(1)
+    return extents
 
 
 def _counts(layer: nn.Layer) -> bool:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
 from typing import Any, NamedTuple
@@ -30,13 +30,16 @@ import numpy as np
 from mpizero._util.checks import writes_in_place
 from mpizero._util.pytree import SampleTree
 from mpizero.comm.reduce import IN_FLIGHT
+from mpizero.data.source import Slab
 from mpizero.kernels.gpu import STAGING
 from mpizero.layout import Axes, Coordinates, Costs, Grains, Simulation, build_schedule, simulate
+from mpizero.layout.fields import Cut
 from mpizero.optim.elementwise import EMA, tensor_state_size, with_copies
 from mpizero.sharding.config import (
     Config,
     Placement,
     assigns_rounds,
+    check_shard_nodes,
     check_wire,
     keeps_gradients_on_device,
     round_buffer_sizes,
@@ -45,13 +48,22 @@ from mpizero.sharding.config import (
 )
 from mpizero.sharding.device import gradient_offsets
 from mpizero.sharding.device_update import buffer_sizes, updates_on_device
+from mpizero.sharding.exactness import within_rounding
 from mpizero.sharding.grad_reduce import largest_block, residual_sizes
 from mpizero.sharding.mesh import Mesh
 from mpizero.sharding.params import UNIT_BUFFERS, paged
-from mpizero.sharding.partition import ParallelLayout, averaged_names, resolve_tiles, within_rounding
+from mpizero.sharding.partition import ParallelLayout, averaged_names, resolve_tiles
 from mpizero.sharding.whole_tensors import TensorPlan
-from mpizero.tools.plan.counts import PlannedGrid, PlannedRanks, PlannedTraining, Sent, StepBatches, window_bytes
-from mpizero.tools.plan.memory import ModelPart, StageActivations, TrialSample
+from mpizero.tools.plan.counts import (
+    FieldExtents,
+    PlannedGrid,
+    PlannedRanks,
+    PlannedTraining,
+    Sent,
+    StepBatches,
+    window_bytes,
+)
+from mpizero.tools.plan.memory import ModelPart, StageActivations, TrialSample, field_extents
 from mpizero.tools.plan.traffic import RankTraffic
 from mpizero.types import BlockModel, Run
 
@@ -207,7 +219,7 @@ class RankMemory:
         shards, grid = self.traffic.part.shards, self.traffic.grid
         if not self.traffic.sharded:
             return self._shared(shards.layout.size * self._item)
-        return self._shared(sum(shards.shards[rank].size for rank in grid.node_ranks) * self._item)
+        return self._shared(sum(shards.shards[rank].size for rank in grid.held_ranks) * self._item)
 
     def _gradients(self) -> MemoryBytes:
         """Return the memory of gradients: rows, or in rounds a reduce-scatter buffer and a stack.
@@ -444,8 +456,13 @@ class TrainingPlan:
     def planned_ranks(self) -> PlannedRanks:
         """The nodes of all ranks, from which each rank's groups are computed."""
         mesh = self.mesh or getattr(self.config, "mesh", None) or Mesh()
+        check_shard_nodes(self.row, mesh)
         return PlannedRanks.build(
-            self.axes, ranks_per_node=self.ranks_per_node, simulated=mesh.ranks_per_node, share=mesh.share_node_memory
+            self.axes,
+            ranks_per_node=self.ranks_per_node,
+            simulated=mesh.ranks_per_node,
+            share=mesh.share_node_memory,
+            shard_nodes=mesh.shard_nodes,
         )
 
     @cached_property
@@ -496,8 +513,18 @@ class TrainingPlan:
         if rank not in self._traffic:
             grid = self.planned_ranks.grid(rank)
             part = self.part(grid)
-            self._traffic[rank] = RankTraffic(self.training, part, grid, self._tensors_of(part, grid))
+            self._traffic[rank] = RankTraffic(self._training_on(grid), part, grid, self._tensors_of(part, grid))
         return self._traffic[rank]
+
+    def _training_on(self, grid: PlannedGrid) -> PlannedTraining:
+        """Return :attr:`training`; with a domain, with the bytes of the parts of fields of the rank of ``grid``."""
+        if not (domain := self.parallel_layout.domain):
+            return self.training
+        tree = SampleTree.of(**dict(zip("xy", Slab(Cut(domain), grid.context.rank).of((self.x, self.y)), strict=True)))
+        # What ranks tell of each field, as in check_slabs of sharding/batch.py: checksum, samples, extents.
+        described = sum(8 * (2 + len(domain)) for leaf in tree.leaves if leaf.ndim > len(domain))
+        sizes = tuple(leaf[:1].nbytes for leaf in tree.leaves)
+        return replace(self.training, sample_bytes=sizes, slab_bytes=described)
 
     def _tensors_of(self, part: ModelPart, grid: PlannedGrid) -> TensorPlan:
         """Return the owners of the tensors of ``part`` that the optimizer updates as a whole.
@@ -559,17 +586,27 @@ class TrainingPlan:
         """
         stage, tensor, _, context = grid.coordinates
         if (tensor, context) not in self._parts:
-            sample = TrialSample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
+            sample = self._sample
             minimum = self.config.minimum_parameter_group_size
             first = next(iter(self._parts.values()), None)
             self._parts[tensor, context] = ModelPart.build(
                 self.model, grid, self.tiled_layout, sample, self.training.row, minimum,
                 known=None if first is None else first.even_trials(max(1, self.training.step.largest)),
-                tries=self.tries,
+                extents=self._extents if self.tries else None, tries=self.tries,
             )  # fmt: skip
         if (stage, tensor, context) not in self._parts:
             self._parts[stage, tensor, context] = self._parts[tensor, context].on(stage)
         return self._parts[stage, tensor, context]
+
+    @property
+    def _sample(self) -> TrialSample:
+        return TrialSample(self.x, self.y, Run(training=True, seed=getattr(self.model, "seed", 0)))
+
+    @cached_property
+    def _extents(self) -> FieldExtents | None:
+        """The extents of the fields in the model; None without a domain."""
+        axes = len(self.parallel_layout.domain)
+        return field_extents(self.model, axes, self._sample) if axes else None
 
     # ------------------------------------------------------------------ pipeline and nodes
 

@@ -89,8 +89,8 @@ class RankTraffic:
 
     @cached_property
     def sharded(self) -> bool:
-        """Tell whether parameters are sharded over this rank's peers, so that units are gathered before use."""
-        return gathers_units(self.training.row, self.grid.inter_node.size)
+        """Tell whether parameters are sharded over several nodes, so that units are gathered before use."""
+        return gathers_units(self.training.row, self.grid.shard_group.size)
 
     @cached_property
     def updated(self) -> int:
@@ -229,15 +229,13 @@ class RankTraffic:
         return [gather_cost(totals, peer, training.itemsize, codec, training.bucket) for codec, totals in forms]
 
     def parameter_gathers(self) -> list[ExchangeCost]:
-        """Return the costs of the all-gathers that send updated parameters to the peers' copies. Not collective."""
-        if self.sharded:
-            return []
-        spans = [self.part.shards.shards[rank].spans for rank in self.grid.inter_node_ranks]
+        """Return the costs of the all-gathers that send updated parameters to their copies. Not collective."""
+        grid = self.grid
+        group, ranks = (grid.replicas, grid.replica_ranks) if self.sharded else (grid.inter_node, grid.inter_node_ranks)
+        spans = [self.part.shards.shards[rank].spans for rank in ranks]
         regions = self.part.layout.regions(params.REGION)
         columns = ([owned[unit].intersect(region).size for owned in spans] for unit, region in regions)
-        return [
-            direct_gather_cost([sizes], self.grid.inter_node.rank, self.training.gathered_bytes) for sizes in columns
-        ]
+        return [direct_gather_cost([sizes], group.rank, self.training.gathered_bytes) for sizes in columns]
 
     def gathers(self) -> list[ExchangeCost]:
         """Return the costs of the all-gathers of units in all passes of a step. Not collective."""
@@ -249,8 +247,9 @@ class RankTraffic:
         return [of_unit[unit.index] for instruction in passes for unit in units[instruction.chunk]]
 
     def _gather(self, unit: Unit) -> ExchangeCost:
-        columns = zip(*(self.part.shards.gathered(rank, unit) for rank in self.grid.inter_node_ranks), strict=True)
-        return direct_gather_cost(columns, self.grid.inter_node.rank, self.training.gathered_bytes)
+        sizes, kept = self.part.shards.gathered, map(self.grid.replicas_of, self.grid.shard_group_ranks)
+        columns = zip(*([size for other in ranks for size in sizes(other, unit)] for ranks in kept), strict=True)
+        return direct_gather_cost(columns, self.grid.shard_group.rank, self.training.gathered_bytes)
 
     def _gradients(self) -> Sent:
         return total_sent(e.sent for e in (*self.reductions, *self.replications()))
@@ -260,7 +259,11 @@ class RankTraffic:
         return total + total_sent(gather_cost.sent for gather_cost in self.gathers())
 
     def _whole_tensors(self) -> Sent:
-        """Return the messages for tensors updated as a whole: gradients, parameters, results, and one agreement."""
+        """Return the messages for tensors that one rank updates as a whole.
+
+        They carry gradients, and sharded parameters, to that rank, updated values back, and one flag of all ranks:
+        whether any has failed.
+        """
         if not self.training.optimizer.needs_whole_tensors:
             return Sent()
         rank, size, item = self.grid.data.rank, self.grid.world.size, self.training.itemsize
@@ -350,7 +353,7 @@ class RankTraffic:
         others = self.grid.world.size - 1
         first = one_call(32 * others)
         losses = one_call((32 * max(1, self.training.step.most_grains(self.grid)) + 8) * others)
-        return first + losses + self._integers()
+        return first + losses + one_call(self.training.slab_bytes * others) + self._integers()
 
     def _integers(self) -> Sent:
         """Return the messages by which ranks agree on new values of integer arrays, which are assumed to change.

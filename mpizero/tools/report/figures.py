@@ -557,7 +557,7 @@ def _part_name(start: SessionStart, part: tuple[int, int]) -> str:
     if _size(start, "tensor") > 1:
         names.append(f"part {part[0]}")
     if _size(start, "context") > 1:
-        names.append(f"positions {part[1]}")
+        names.append(f"{'box' if start.layout.get('domain') else 'positions'} {part[1]}")
     return ", ".join(names) or "whole blocks"
 
 
@@ -595,11 +595,14 @@ def _listed(ranks: Sequence[int]) -> str:
 def described_layout(start: SessionStart) -> str:
     """Return the layout in words, such as "8 ranks: 2 stages x 2 tensor parts x 2 replicas, zero2, 1 node"."""
     names = {"pipeline": "stages", "tensor": "tensor parts", "context": "context parts", "data": "replicas"}
+    if cut := start.layout.get("domain"):
+        names["context"] = f"boxes of space ({' x '.join(map(str, cut))})"
     sizes = [(size, name) for axis, name in names.items() if (size := _size(start, axis)) > 1]
     ranks = "1 rank" if start.ranks == 1 else f"{start.ranks} ranks"
     product = " x ".join(f"{size} {name}" for size, name in sizes)
-    nodes = len(set(start.nodes))
-    return f"{ranks}{': ' if product else ''}{product}, {start.strategy}, on {nodes} node{'s' if nodes > 1 else ''}"
+    nodes, sharing = len(set(start.nodes)), start.layout.get("shard_nodes")
+    where = f"on {nodes} node{'s' if nodes > 1 else ''}{f' in groups of {sharing}' if sharing else ''}"
+    return f"{ranks}{': ' if product else ''}{product}, {start.strategy}, {where}"
 
 
 #: The colour of each kind of work, and its name on the page.

@@ -171,9 +171,9 @@ class RunHistory:
 
     @property
     def loss_name(self) -> str:
-        """Name of the metric that is the loss of the parameters that the run keeps.
+        """Name of the metric with the loss of the parameters that each step has ended with.
 
-        Full-batch methods also evaluate trial points, whose losses are the metric "loss".
+        It is "iterate_loss" for full-batch methods, whose "loss" includes trial points, and "loss" otherwise.
         """
         return "iterate_loss" if any("iterate_loss" in line for line in self.records.steps[-1:]) else "loss"
 

@@ -616,7 +616,7 @@ summary { padding: .6rem 0; cursor: pointer; }
 
 
 def differences(histories: Sequence[RunHistory]) -> Iterator[Markup]:
-    """Yield tables of the settings and the facts of the environment in which some runs differ."""
+    """Yield a table of the settings, and one of the facts of the environment, that are not the same in all runs."""
     without = [history.name for history in histories if history.start is None]
     known = [history for history in histories if history.start is not None]
     if without:

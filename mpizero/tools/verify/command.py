@@ -22,6 +22,9 @@ from mpizero.comm.agreement import all_ranks
 from mpizero.data import batches
 from mpizero.data.batches import full_batch
 from mpizero.errors import ConfigError, ExitStatus
+from mpizero.layout.mesh import shard_groups
+from mpizero.nn.models import unfrozen
+from mpizero.nn.unet import UNet
 from mpizero.sharding import Model
 from mpizero.tools.check_model.checks import examine
 from mpizero.tools.check_model.model import ModelReport
@@ -128,7 +131,9 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
             sequence = 0  # context groups cannot round the gradients of grains, of which each rank has a part
         size = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
-        layouts_by_default = default_layouts(size, blocks=blocks, heads=heads, sequence=sequence)
+        network = unfrozen(model)
+        space = network.axes if isinstance(network, UNet) and config.train.wire is None else 0
+        layouts_by_default = default_layouts(size, blocks=blocks, heads=heads, sequence=sequence, space=space)
         return each_once([*_configured_layout(config, size), *layouts_by_default], config.parallel.tiles)
     layouts = each_once(parse_layouts(named, config.parallel.strategy), config.parallel.tiles)
     if not layouts:
@@ -147,8 +152,11 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
 
 def _configured_layout(config: RunConfig, ranks: int) -> list[Layout]:
     """Return a list with the configuration's layout for ``ranks`` ranks; empty if it does not fit that number."""
+    parallel = config.parallel
     try:
-        return [Layout(replace(config.parallel, data=config.parallel.axes_of(ranks).data))]
+        axes = parallel.axes_of(ranks)
+        shard_groups(axes, [rank // (parallel.ranks_per_node or ranks) for rank in range(ranks)], parallel.shard_nodes)
+        return [Layout(replace(parallel, data=axes.data))]
     except ConfigError:
         return []
 

@@ -31,6 +31,7 @@ from mpizero.comm import Communicator
 from mpizero.comm.agreement import all_ranks, from_rank_0
 from mpizero.comm.startup import communicator_of, default_world
 from mpizero.comm.threads import run_in_threads
+from mpizero.data.batches import slab_of
 from mpizero.errors import ConfigError
 from mpizero.kernels import to_host
 from mpizero.layout import Grains
@@ -39,11 +40,11 @@ from mpizero.optim import SGD
 from mpizero.sharding import Config, StepReport, distribute
 from mpizero.sharding.batch import Totals
 from mpizero.sharding.engine import Engine
+from mpizero.sharding.exactness import layer_reasons, tiles_setting
 from mpizero.sharding.full_params import take
 from mpizero.sharding.model import Model
 from mpizero.sharding.parameter_access import gather_pieces, gather_slot, slot_entries
 from mpizero.sharding.params import UpdatePiece
-from mpizero.sharding.partition import layer_reasons, tiles_setting
 from mpizero.sharding.update import Updater
 from mpizero.tools.verify import verdicts
 from mpizero.tools.verify.verdicts import (
@@ -631,7 +632,7 @@ class TrainingPair:
         if finding.quantity == "loss":
             quiet = training.model.evaluate(*batch)
             grains = self.comm.allgather_object(gradient.grains, "losses of grains")
-            known = {} if self.layout.parallel.context > 1 else _losses(grains)
+            known = {} if self.layout.parallel.sample_parts > 1 else _losses(grains)
             return self._on_first(
                 lambda one: self._explain_loss(one, finding, (gradient, looked.gradient), quiet, known)
             )
@@ -673,7 +674,7 @@ class TrainingPair:
 
     def _compare_parts(self, looked: TensorParts, reference: TensorParts) -> RankGradients | None:
         """Compare this rank's micro-batch gradients of a tensor with one process; None if it has none to compare."""
-        parts = looked.parts if self.layout.parallel.context == 1 else {}
+        parts = looked.parts if self.layout.parallel.sample_parts == 1 else {}
         shared = sorted(parts.keys() & reference.parts.keys())
         if not shared:
             return None
@@ -856,7 +857,8 @@ def _samples_of_rank(batches: Sequence[tuple[Any, Any]]) -> Feed:
         for x, y in batches:
             tree = SampleTree.of(x=x, y=y)
             count = tree.count()
-            yield tree.cut(Grains(count, model.grain_size(count)).samples_of(group.rank, group.size))
+            local = Grains(count, model.grain_size(count)).samples_of(group.rank, group.size)
+            yield slab_of(model).of(tree.cut(local))
 
     return feed
 

@@ -23,12 +23,14 @@ from mpizero._util.numbers import Rounding, largest
 from mpizero._util.text import columns
 from mpizero.errors import ConfigError
 from mpizero.layout import SCHEDULES, chunk_stages
-from mpizero.sharding.partition import TILED_AXES, Tiles, can_host, within_rounding
+from mpizero.layout.fields import TILES
+from mpizero.sharding.exactness import within_rounding
+from mpizero.sharding.partition import TILED_AXES, Tiles, can_host
 from mpizero.train.config.sections import STRATEGIES, ParallelSection
 from mpizero.types import Array
 
-_SIZES = ("pipeline", "tensor", "context", "data", "tiles", "virtual_stages", "ranks_per_node")
-_KEYS = (*_SIZES, "strategy", "schedule", "grain_assignment")
+_SIZES = ("pipeline", "tensor", "context", "data", "tiles", "virtual_stages", "ranks_per_node", "shard_nodes")
+_KEYS = (*_SIZES, "domain", "strategy", "schedule", "grain_assignment")
 _WORDS: dict[str, dict[str, Any]] = {"private": {"share_node_memory": False}}
 _WORDS |= {word: {"strategy": word} for word in STRATEGIES}
 _ALLOWED = (
@@ -71,7 +73,7 @@ class Layout:
             pairs = {key: value} if key else {} if name is None else _WORDS.get(name)
             if pairs is None or not pairs.keys() <= {*_KEYS, "share_node_memory"} or pairs.keys() & settings.keys():
                 raise ConfigError(f"layout {text!r}: {word!r} is not understood, or given twice: {_ALLOWED}")
-            settings |= {k: int(v) if k in _SIZES and str(v).isdecimal() else v for k, v in pairs.items()}
+            settings |= {k: _setting(k, v) for k, v in pairs.items()}
         if not settings and ranks is None:
             raise ConfigError(f"layout {text!r} is empty: {_ALLOWED}")
         try:
@@ -86,7 +88,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Return the number of ranks of the layout."""
-        return self.parallel.pipeline * self.parallel.tensor * self.parallel.context * self.parallel.data
+        return self.parallel.pipeline * self.parallel.tensor * self.parallel.sample_parts * self.parallel.data
 
     def resolve_tiles(self, tiles: Tiles) -> Layout:
         """Return the layout with the setting ``tiles``; unchanged if it already has one."""
@@ -108,14 +110,17 @@ class Layout:
     def __str__(self) -> str:
         parallel, axes = self.parallel, ("pipeline", "tensor", "context")
         named = {axis: getattr(parallel, axis) > 1 for axis in axes} | {
+            "domain": bool(parallel.domain),
             "data": parallel.splits_model and parallel.data > 1,
             "schedule": parallel.pipeline > 1,
             "virtual_stages": parallel.pipeline > 1 and parallel.virtual_stages > 1,
             "ranks_per_node": parallel.ranks_per_node is not None,
+            "shard_nodes": parallel.shard_nodes is not None,
             "tiles": isinstance(parallel.tiles, int),
             "grain_assignment": parallel.grain_assignment != "static",
         }
-        words = [f"{name}={getattr(parallel, name)}" for name, is_named in named.items() if is_named]
+        values = {name: getattr(parallel, name) for name, is_named in named.items() if is_named}
+        words = [f"{name}={'x'.join(map(str, v)) if name == 'domain' else v}" for name, v in values.items()]
         private = [] if parallel.share_node_memory else ["private"]
         return ", ".join([f"{parallel.strategy}*{self.ranks}", *words, *private])
 
@@ -127,9 +132,18 @@ class Layout:
             "replicas": parallel.data,
             "ranks of a tensor group": parallel.tensor,
             "ranks of a context group": parallel.context,
+            "ranks of a domain": parallel.sample_parts // parallel.context,
             "pipeline stages": parallel.pipeline,
         }
         return {name: size for name, size in sizes.items() if size > 1}
+
+
+def _setting(key: str, value: Any) -> Any:
+    """Return the value of a key of a layout's name: a number, the numbers of a domain such as "2x2", or a word."""
+    text = str(value)
+    if key == "domain" and re.fullmatch(r"\d+(x\d+)*", text):
+        return tuple(map(int, text.split("x")))
+    return int(text) if key in _SIZES and text.isdecimal() else value
 
 
 #: The layout of one process, with which all layouts are compared.
@@ -154,8 +168,8 @@ def each_once(layouts: Iterable[Layout], tiles: Tiles) -> list[Layout]:
     return list(by_name.values())
 
 
-def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 0) -> list[Layout]:
-    """Return the layouts that are compared by default: all strategies, pipelines, a tensor and a context group.
+def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 0, space: int = 0) -> list[Layout]:
+    """Return the layouts that are compared by default: all strategies, pipelines, tensor and context group, a domain.
 
     Not collective.
 
@@ -169,6 +183,8 @@ def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 
         Number of attention heads, which the size of a tensor group must divide; 1 leaves tensor groups out.
     sequence : int
         Length of a sequence, which a context group cuts; 0 leaves context groups out.
+    space : int
+        Number of axes of space of the fields, of which a domain cuts the first; 0 leaves domains out.
     """
     layouts = [ParallelSection(strategy=strategy, data=ranks) for strategy in STRATEGIES]
     private = ("ddp", "zero3") if ranks > 1 else ()
@@ -180,6 +196,10 @@ def default_layouts(ranks: int, *, blocks: int, heads: int = 1, sequence: int = 
         layouts.append(ParallelSection(strategy="zero1", tensor=tensor, data=ranks // tensor))
     if context > 1:
         layouts.append(ParallelSection(strategy="zero1", context=context, data=ranks // context))
+    parts = _largest(ranks, lambda n: bool(space) and n <= TILES[space])
+    if parts > 1:
+        domain = (parts, *(1 for _ in range(space - 1)))
+        layouts.append(ParallelSection(strategy="zero1", domain=domain, data=ranks // parts))
     return [Layout(parallel) for parallel in layouts]
 
 
@@ -717,8 +737,8 @@ def _skipped(evidence: GradientEvidence) -> bool:
 def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: Rounding) -> Diagnosis:
     """Name the wrong count by which a sum was divided, if ``factor`` is one of ``counts`` or a ratio of two.
 
-    Otherwise return the factor as the pattern. ``factor`` is the found value divided by the right value; ``what`` is
-    the value's name, such as "the loss".
+    Otherwise return a diagnosis without a cause, whose pattern gives the factor. ``factor`` is the found value divided
+    by the right value; ``what`` is the value's name, such as "the loss".
     """
     pattern = f"{what} is {_times(factor)} what it must be"
     for size in sorted(set(counts.values()) - {1}):
@@ -737,7 +757,7 @@ def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: 
 
 
 def _with(diagnosis: Diagnosis, pattern: str | None) -> Diagnosis:
-    """Return the diagnosis ``diagnosis`` with ``pattern`` appended to its pattern."""
+    """Return ``diagnosis`` with the text ``pattern`` appended to its field ``pattern``, after a semicolon."""
     return diagnosis._replace(pattern="; ".join(filter(None, (diagnosis.pattern, pattern))) or None)
 
 

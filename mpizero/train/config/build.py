@@ -31,12 +31,13 @@ from mpizero.sharding.config import ComputeSettings
 from mpizero.sharding.partition import blocks_of, check_model
 from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import (
+    ArrayModelSection,
     DataSection,
     GptSection,
     MadeDataSection,
     MadeModelSection,
-    MlpSection,
     ModelSection,
+    UNetSection,
     source_arguments,
 )
 from mpizero.train.data_identity import data_fingerprint, shared_contents
@@ -189,10 +190,10 @@ def _sequence(config: RunConfig) -> int:
 
 
 def build_model(config: RunConfig, *sources: Any) -> Any:
-    """Build the model; the numbers of inputs and outputs of an MLP are taken from the data.
+    """Build the model; the numbers of inputs and outputs of an MLP or a U-Net are taken from the data.
 
-    Not collective. ``sources`` are the samples for training and for validation. The number of classes of an MLP is the
-    larger one of both. If a user's function has a parameter ``source``, it gets the training samples, which are opened
+    Not collective. ``sources`` are the samples for training and for validation. The number of classes is the larger one
+    of both. If a user's function has a parameter ``source``, it gets the training samples, which are opened
     if ``sources`` is empty.
 
     Raises
@@ -203,7 +204,7 @@ def build_model(config: RunConfig, *sources: Any) -> Any:
     section = config.model
     if isinstance(section, MadeModelSection):
         return _frozen(section, _made_model(section, config, sources))
-    return make_model(config, _widths(section, sources) if isinstance(section, MlpSection) else None)
+    return make_model(config, _widths(section, sources) if isinstance(section, ArrayModelSection) else None)
 
 
 def _frozen(section: ModelSection, model: Any) -> Any:
@@ -233,22 +234,31 @@ def _made_model(section: MadeModelSection, config: RunConfig, sources: Sequence[
 
 
 def make_model(config: RunConfig, widths: Sequence[int] | None) -> Any:
-    """Build the model of the library, an MLP or a GPT, that ``model.name`` names.
+    """Build the model of the library that ``model.name`` names.
 
-    Not collective. ``widths`` are the numbers of features and outputs of an MLP; None for a GPT.
+    Not collective. ``widths`` are the numbers of features and outputs of an MLP, or those of the channels of a U-Net's
+    fields, followed by their extents; None for a GPT.
 
     Raises
     ------
     DataError
-        If the model is an MLP and ``widths`` are not two numbers.
+        If ``widths`` are not as many numbers as the model takes.
     """
     section = config.model
     arguments = section.values("name", *(item.name for item in fields(ModelSection))) | {"seed": config.train.seed}
     if isinstance(section, GptSection):
         return _frozen(section, nn.GPT(**arguments))
-    if not isinstance(widths, list | tuple) or len(widths) != 2:
+    inputs, outputs, *space = widths if isinstance(widths, list | tuple) and len(widths) > 1 else (0, 0, 0, 0, 0, 0)
+    if isinstance(section, UNetSection):
+        if not 1 <= len(space) <= 3:
+            raise DataError(f"a unet takes numbers of channels, and extents, from its data, got {widths!r}")
+        if isinstance(section.padding, tuple) and len(section.padding) != len(space):
+            raise section.reject("padding", f"must be one for all axes of space, or one for each of {len(space)}")
+        config.parallel.check_space(f"model.name = {shown(section.name)}", len(space))
+        return _frozen(section, nn.UNet(inputs, outputs, len(space), space=tuple(space), **arguments))
+    if space:
         raise DataError(f"an mlp takes features and outputs from its data, got {widths!r}")
-    return _frozen(section, nn.MLP(widths[0], arguments.pop("hidden"), widths[1], **arguments))
+    return _frozen(section, nn.MLP(inputs, arguments.pop("hidden"), outputs, **arguments))
 
 
 def model_and_sample(config: RunConfig) -> tuple[RunConfig, Any, Any, Any]:
@@ -268,8 +278,8 @@ def model_and_sample(config: RunConfig) -> tuple[RunConfig, Any, Any, Any]:
 def task_of(model: Any) -> str:
     """Return the model's attribute ``task``: "language", "classification" or "regression"; "" if it has none.
 
-    Not collective. Validation reports perplexity for a language model, and accuracy for a classifier, and for a model
-    without a task if its predictions are scores of classes.
+    Not collective. Validation reports perplexity for a language model. It reports accuracy for a classifier, and for a
+    model without a task whose predictions are scores of classes.
     """
     task = getattr(model, "task", "")
     return task if task in TASKS else ""
@@ -283,36 +293,40 @@ def units_per_sample(task: str, source: Source) -> int:
     return int(first.size)
 
 
-def _widths_of(model: Any) -> tuple[int, int] | None:
-    """Return the numbers of features and outputs of an MLP, the ``widths`` of :func:`make_model`; None for others.
-
-    Not collective.
-    """
+def _widths_of(model: Any) -> tuple[int, ...] | None:
+    """Return the ``widths`` of :func:`make_model` of an MLP or a U-Net; None for others. Not collective."""
+    if isinstance(unfrozen(model), nn.UNet) and model.space is not None:
+        return model.inputs, model.outputs, *model.space
     return (model.features, model.outputs) if isinstance(unfrozen(model), nn.MLP) else None
 
 
-def _widths(section: MlpSection, sources: Sequence[Any]) -> tuple[int, int]:
-    """Return the numbers of features and of outputs that an MLP needs for these data.
+def _widths(section: ArrayModelSection, sources: Sequence[Any]) -> tuple[int, ...]:
+    """Return the numbers of inputs and outputs that an MLP or a U-Net needs for these data, and the extents of fields.
 
     Outputs are scores of classes, logits (loss "bce"), predicted values, or two for each value (loss "gaussian").
     """
     x, y = sources[0].samples(np.arange(1))
-    if x.ndim != 2:
-        raise DataError(f"an mlp takes samples of one axis (samples, features), the data have shape {x.shape[1:]} each")
+    fits, takes, leading = x.ndim == 2, "an mlp takes samples of one axis (samples, features)", "samples"
+    if isinstance(section, UNetSection):
+        fits, takes = 3 <= x.ndim <= 5, "a unet takes fields (samples, one to three axes of space, channels)"
+        leading = f"samples, {', '.join(map(str, x.shape[1:-1]))}"
+    if not fits:
+        raise DataError(f"{takes}, the data have shape {x.shape[1:]} each")
+    found = f"the data's are {y.dtype} of shape (samples, {', '.join(map(str, y.shape[1:]))})"
+    one, several = y.shape == x.shape[:-1], y.shape[:-1] == x.shape[:-1]
     if section.task == "regression":
-        if y.ndim != 2:
-            raise DataError(f'task = "regression" takes targets (samples, outputs), the data\'s have {y.ndim} axes')
-        return x.shape[1], y.shape[1] * (2 if section.loss == "gaussian" else 1)
-    if section.loss == "bce":
-        if y.ndim not in (1, 2):
-            raise DataError(f'loss = "bce" takes targets (samples,) or (samples, outputs), they have {y.ndim} axes')
-        return x.shape[1], y.shape[1] if y.ndim == 2 else 1
-    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise DataError(
-            f'task = "classification" takes whole numbers (samples,) as targets, the data have {y.dtype} '
-            f"with {y.ndim} axes"
-        )
-    return x.shape[1], max(map(classes, sources))
+        if not several:
+            raise DataError(f'task = "regression" takes targets ({leading}, outputs), {found}')
+        outputs = y.shape[-1] * (2 if section.loss == "gaussian" else 1)
+    elif section.loss == "bce":
+        if not one and not several:
+            raise DataError(f'loss = "bce" takes targets ({leading}) or ({leading}, outputs), {found}')
+        outputs = y.shape[-1] if several else 1
+    else:
+        if not one or not np.issubdtype(y.dtype, np.integer):
+            raise DataError(f'task = "classification" takes whole numbers ({leading}) as targets, {found}')
+        outputs = max(map(classes, sources))
+    return x.shape[-1], outputs, *x.shape[1:-1]
 
 
 def classes(source: Any) -> int:
@@ -329,7 +343,9 @@ def classes(source: Any) -> int:
     for start in range(0, len(source), 4096):
         _, y = source.samples(np.arange(start, min(start + 4096, len(source))))
         if y.min() < 0:
-            raise DataError(f"classes are numbered from 0; sample {start + int(y.argmin())} has {int(y.min())}")
+            raise DataError(
+                f"classes are numbered from 0; sample {start + int(y.argmin()) * len(y) // y.size} has {int(y.min())}"
+            )
         largest = max(largest, int(y.max()))
     return largest + 1
 

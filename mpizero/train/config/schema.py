@@ -165,8 +165,10 @@ class RunConfig:
         for name in ("mixed_precision", "wire"):
             if getattr(self.train, name) is not None and dtype != "float32":
                 raise self.train.reject(name, f"needs model.dtype = float32, it is {dtype}")
-        if self.train.wire is not None and self.parallel.context > 1:
-            raise self.train.reject("wire", f"cannot be used with parallel.context = {self.parallel.context}")
+        if self.train.wire is not None and self.parallel.sample_parts > 1:
+            key = "domain" if self.parallel.domain else "context"
+            parts = shown(getattr(self.parallel, key))
+            raise self.train.reject("wire", f"cannot be used with parallel.{key} = {parts}")
         self.model.check_data(self.data)
         check_bucket(self.parallel, self.train.gradient_compression, self.train.named("gradient_compression"))
         if self.checkpoint.best is not None and not self.train.validate_every:

@@ -1,11 +1,11 @@
 """Define the sections ``[parallel]``, ``[data]`` and ``[model]`` of a configuration.
 
 :class:`ParallelSection` has the layout of a run over ranks, and checks it against the model and the number of ranks.
-:class:`DataSection` names files with samples, and :class:`GptSection` and :class:`MlpSection` describe models of the
-library. :class:`MadeDataSection` and :class:`MadeModelSection` name a function of the user that makes the data or the
-model (:class:`MakeSettings`); the other keys of the section are its arguments. Functions that check a setting return
-the value to use, or raise ValueError that says what is allowed. ``train/config/optimizers.py`` has the section
-``[optimizer]``, and ``train/config/schema.py`` all others and the whole configuration.
+:class:`DataSection` names files with samples, and :class:`GptSection`, :class:`MlpSection` and :class:`UNetSection`
+describe models of the library. :class:`MadeDataSection` and :class:`MadeModelSection` name a function of the user that
+makes the data or the model (:class:`MakeSettings`); the other keys of the section are its arguments. Functions that
+check a setting return the value to use, or raise ValueError that says what is allowed. ``train/config/optimizers.py``
+has the section ``[optimizer]``, and ``train/config/schema.py`` all others and the whole configuration.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
@@ -36,7 +36,9 @@ from mpizero.errors import ConfigError, GridError
 from mpizero.layout import Axes, chunk_stages
 from mpizero.layout.stages import explicit_cuts
 from mpizero.nn.losses import TASKS
-from mpizero.sharding.config import DataParallelSettings
+from mpizero.nn.models import unfrozen
+from mpizero.nn.unet import REFINEMENTS
+from mpizero.sharding.config import DataParallelSettings, check_shard_nodes, placement
 from mpizero.sharding.mesh import SPLITTING, AxisSettings, Mesh, NodeSettings
 from mpizero.sharding.partition import ParallelLayout, SplitSettings, can_host
 from mpizero.types import BlockModel
@@ -113,8 +115,9 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
     strategy: str = setting("zero2", one_of(*STRATEGIES), resume="free")
 
     def check_combination(self) -> None:
-        """Raise :class:`SettingError` if ``schedule``, ``pipeline`` and ``virtual_stages`` contradict each other."""
+        """Raise :class:`SettingError` for settings that contradict each other."""
         super().check_combination()
+        check_shard_nodes(placement(self.strategy), self)
         try:
             chunk_stages(self.schedule, self.pipeline, self.virtual_stages)
         except ConfigError as error:
@@ -136,9 +139,14 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
         try:
             return super().axes_of(ranks)
         except GridError as error:
-            split = (axis for axis in SPLITTING if getattr(self, axis) > 1)
-            key = "data" if self.data != -1 else next(split, "pipeline")
+            key = "data" if self.data != -1 else next(self._split_axes(), "pipeline")
             raise self.reject(key, f"does not fit this job: {error}") from None
+
+    def _split_axes(self) -> Iterator[str]:
+        """Yield the names of the settings that split the model or each sample."""
+        yield from (axis for axis in SPLITTING if getattr(self, axis) > 1)
+        if math.prod(self.domain) > 1:
+            yield "domain"
 
     def check_ranks(self, ranks: int) -> None:
         """Raise SettingError if the product of the axes' sizes is not ``ranks``, the number of ranks of the job."""
@@ -175,7 +183,14 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
 
     def reject_split(self, allowed: str) -> SettingError:
         """Return a SettingError about the first axis that splits the model; ``allowed`` is the message."""
-        return self.reject(next(axis for axis in SPLITTING if getattr(self, axis) > 1), allowed)
+        return self.reject(next(self._split_axes()), allowed)
+
+    def check_space(self, model: str, axes: int) -> None:
+        """Raise SettingError for a domain of other than the ``axes`` axes of space that fields of ``model`` have."""
+        if self.domain and not axes:
+            raise self.reject("domain", f"must be left out: {model} has no space to cut")
+        if self.domain and len(self.domain) != axes:
+            raise self.reject("domain", f"must have {axes} numbers: {model} has fields of {axes} axes of space")
 
     def parallel_layout(self) -> ParallelLayout:
         """Return the layout as a :class:`ParallelLayout`."""
@@ -197,8 +212,10 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
         """Return a text such as "pipeline 2 x tensor 1 x data 2, 1f1b, zero1" for a job of ``ranks`` ranks."""
         if not self.splits_model:
             return f"{self.strategy} on {ranks} rank{'s' if ranks > 1 else ''}"
-        sizes = self.axes_of(ranks).sizes
-        named = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "context" or size > 1)
+        sizes: dict[str, Any] = self.axes_of(ranks).sizes
+        if sizes.pop("context") > 1:
+            sizes |= {"domain": " x ".join(map(str, self.domain))} if self.domain else {"context": self.context}
+        named = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
         virtual = f" with {self.virtual_stages} parts a stage" if self.schedule == "interleaved" else ""
         schedule = f", {self.schedule}{virtual}" if self.pipeline > 1 else ""
         return f"{named}{schedule}, {self.strategy}"
@@ -378,7 +395,7 @@ class ModelSection(ConfigSection):
     def split_sizes(self) -> tuple[int, int]:
         """Number of attention heads, split by tensor groups, and length of sequences, split by context groups.
 
-        The numbers are 1 and 0 for a model without attention heads and sequences.
+        The first is 1 for a model without attention heads, the second 0 for a model without sequences.
         """
         return 1, 0
 
@@ -394,9 +411,9 @@ class ModelSection(ConfigSection):
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModelSection(ModelSection):
-    """Hold the settings that :class:`GptSection` and :class:`MlpSection` have in common."""
+    """Hold the settings that all models of the library have in common."""
 
-    name: str = setting(MISSING, one_of("gpt", "mlp"), resume="never")
+    name: str = setting(MISSING, one_of("gpt", "mlp", "unet"), resume="never")
     dtype: str = setting("float32", one_of("float32", "float64"), resume="never")
 
     @property
@@ -436,6 +453,7 @@ class GptSection(NamedModelSection):
         """Raise SettingError if the model has fewer blocks than chunks, or a tensor group cannot split its heads."""
         parallel.check_blocks(self.block_count)
         parallel.check_heads(self.heads)
+        parallel.check_space(f"model.name = {shown(self.name)}", 0)
 
     def check_data(self, data: DataSection | MadeDataSection) -> None:
         """Raise SettingError unless the data are text or made by a function of the user."""
@@ -451,10 +469,12 @@ class GptSection(NamedModelSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MlpSection(NamedModelSection):
-    """Hold the section ``[model]`` of a multi-layer perceptron; its input and output sizes are taken from the data."""
+class ArrayModelSection(NamedModelSection):
+    """Hold the settings that :class:`MlpSection` and :class:`UNetSection` have in common: models of arrays, not texts.
 
-    hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
+    Their input and output sizes are taken from the data.
+    """
+
     activation: str = setting("relu", one_of("relu", "gelu", "silu", "tanh"))
     task: str = setting("classification", one_of(*TASKS))
     loss: str | None = setting(None, optional(one_of(*(name for losses in TASKS.values() for name in losses))))
@@ -466,11 +486,6 @@ class MlpSection(NamedModelSection):
             known = ", ".join(map(shown, TASKS[self.task]))
             raise self.reject("loss", f"must be one of {known} with model.task = {shown(self.task)}")
 
-    @property
-    def block_count(self) -> int:
-        """Number of blocks: hidden layers and output layer."""
-        return len(self.hidden) + 1
-
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
         """Raise SettingError if the model has fewer blocks than chunks, or if there are context groups."""
         parallel.check_blocks(self.block_count)
@@ -480,7 +495,68 @@ class MlpSection(NamedModelSection):
     def check_data(self, data: DataSection | MadeDataSection) -> None:
         """Raise SettingError if the data are text."""
         if data.kind == "text":
-            raise rejected("data", "data.text", 'model.name = "mlp" learns from data.arrays, data.hdf5 or data.make')
+            learns = f"model.name = {shown(self.name)} learns from data.arrays, data.hdf5 or data.make"
+            raise rejected("data", "data.text", learns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSection(ArrayModelSection):
+    """Hold the section ``[model]`` of a multi-layer perceptron; its input and output sizes are taken from the data."""
+
+    hidden: tuple[int, ...] = setting((64, 64), many(whole(1)))
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks: hidden layers and output layer."""
+        return len(self.hidden) + 1
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise SettingError if the model has fewer blocks than chunks, or if there are context groups or a domain."""
+        super().check_layout(parallel, model)
+        parallel.check_space(f"model.name = {shown(self.name)}", 0)
+
+
+def paddings(value: Any) -> Any:
+    """Check ``model.padding``, a name for all axes of space or a list by axis; return the list as a tuple."""
+    check = one_of("zeros", "periodic", "reflect")
+    return check(value) if isinstance(value, str) else many(check, least=1)(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetSection(ArrayModelSection):
+    """Hold the section ``[model]`` of a U-Net; channels and extents of its fields are taken from the data."""
+
+    width: int = setting(32, whole(1))
+    levels: int = setting(3, whole(2, 16))
+    groups: int = setting(8, whole(1))
+    kernel: int = setting(3, whole(1))
+    activation: str = like(ArrayModelSection, "activation", default="silu")
+    padding: str | tuple[str, ...] = setting("zeros", paddings)
+    dropout: float = setting(0.0, fraction)
+    refine: str = setting("nearest", one_of(*REFINEMENTS))
+    task: str = like(ArrayModelSection, "task", default="regression")
+    activation_checkpointing: bool = setting(False, flag, resume="free")
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks: two for each grid but the coarsest, which has one, and the output."""
+        return 2 * self.levels
+
+    def check_combination(self) -> None:
+        """Raise SettingError if ``groups`` does not divide ``width``."""
+        super().check_combination()
+        if self.width % self.groups:
+            raise self.reject("groups", f"must divide model.width = {self.width}")
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise SettingError if the model has fewer blocks than chunks, or if there are tensor or context groups."""
+        super().check_layout(parallel, model)
+        if model is not None:
+            parallel.check_space(f"model.name = {shown(self.name)}", unfrozen(model).axes)
+        if parallel.tensor > 1:
+            raise parallel.reject(
+                "tensor", 'must be 1: blocks of model.name = "unet" are not split; use pipeline or data'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,4 +580,4 @@ class MadeModelSection(MakeSettings, ModelSection):
         parallel.check_blocks(len(model.blocks))
 
 
-MODELS: dict[str, type[NamedModelSection]] = {"gpt": GptSection, "mlp": MlpSection}
+MODELS: dict[str, type[NamedModelSection]] = {"gpt": GptSection, "mlp": MlpSection, "unet": UNetSection}

@@ -18,7 +18,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError
 from mpizero.guard import watchdog
 from mpizero.guard.guard import ProcessSetting
-from mpizero.sharding import device
+from mpizero.sharding import exactness
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
@@ -38,7 +38,7 @@ def test_holders_leave_in_any_order(order: tuple[int, ...]) -> None:
 @pytest.fixture
 def no_other_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models that other tests have left open hold none of the threads."""
-    monkeypatch.setattr(device, "_of_process", functools.cache(device._of_process.__wrapped__))
+    monkeypatch.setattr(exactness, "_of_process", functools.cache(exactness._of_process.__wrapped__))
 
 
 def blas_threads() -> int:

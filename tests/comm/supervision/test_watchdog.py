@@ -197,7 +197,7 @@ def test_watchdogs_of_threads_that_are_far_from_their_limit_are_not_called():
 
     (quiet, waiting), other = run_in_threads(2, wait)
     assert quiet == other == 500.0
-    assert waiting == pytest.approx(300.0, abs=5.0)
+    assert 295.0 < waiting < quiet, "less is left; seconds in which the process stood still do not count"
 
 
 def test_the_ranks_of_a_node_share_out_whose_calls_they_compare():

@@ -282,7 +282,7 @@ def own_signal():
                 handle(name)
             call()
         call()
-    print(*called, flush=True)
+    print(" ".join(called), flush=True)  # one write: ranks share the output
 
 
 def hosts_hook_speaks():

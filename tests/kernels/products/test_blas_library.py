@@ -114,8 +114,16 @@ def test_a_named_library_makes_the_large_products_and_no_others():
 
 @pytest.mark.slow
 @pytest.mark.skipif(MKL is None, reason="needs the extra `mkl`")
-def test_mkl_is_taken_where_it_is_installed():
-    assert run() == "2 False\n"
+def test_mkl_multiplies_where_it_is_asked_for_and_only_there():
+    assert run(MPIZERO_BLAS="mkl") == "2 False\n"
+    assert run() == "0 True\n"
+
+
+@pytest.mark.skipif(MKL is not None, reason="needs a machine without the extra `mkl`")
+def test_mkl_that_is_asked_for_and_not_installed_is_an_error(monkeypatch):
+    monkeypatch.setenv("MPIZERO_BLAS", "mkl")
+    with pytest.raises(ConfigError, match="MPIZERO_BLAS=mkl: the package mkl is not installed: pip install"):
+        matmul.library.__wrapped__()
 
 
 @pytest.mark.parametrize("name", ["/nowhere/libblas.so", "libc.so.6"])

@@ -97,6 +97,23 @@ def test_bits_do_not_depend_on_threads_or_blocks(shape, monkeypatch):
     assert used == [2, 2] if rows * depth * columns < 6 << 20 else [2, 3]
 
 
+@pytest.mark.parametrize("shape", [(37, 50, 300), (300, 50, 37), (150, 64, 129)])
+def test_a_long_product_lets_messages_progress_between_its_parts_with_the_same_bits(shape, monkeypatch):
+    rows, depth, columns = shape
+    rng, calls = np.random.default_rng(0), []
+    a, b = rng.standard_normal((depth, rows)).astype("f").T, rng.standard_normal((depth, columns)).astype("f")
+    expected = matmul(a, b)
+    assert matmul(a, b, between=lambda: calls.append("")).tobytes() == expected.tobytes()
+    assert not calls, "it is short"
+    monkeypatch.setattr(multiply, "_LONG", rows * depth * columns // 5)
+    assert matmul(a, b, between=lambda: calls.append("")).tobytes() == expected.tobytes()
+    assert len(calls) == 5
+    out = np.zeros((rows, columns + 3), "f")
+    matmul(a, b, out[:, 3:], lambda: calls.append(""))
+    assert (out[:, 3:] == expected).all()
+    assert not out[:, :3].any()
+
+
 def test_there_are_as_many_threads_as_for_numpy():
     gc.collect()  # models that other tests have left would give their threads back in between
     for threads in (1, 2):
@@ -126,7 +143,7 @@ def test_the_kernel_in_plain_python_computes_the_same_product(dtype):
     rng = np.random.default_rng(0)
     for order in range(4):
         a, b, out = matrix(rng, 30, 35, dtype, order), matrix(rng, 35, 41, dtype, order), np.empty((30, 41), dtype)
-        assert product.python(a, b, out, np.empty(memory_size(30, 35, a.itemsize), dtype))
+        assert product.python(a, b, out, np.empty(memory_size(30, 35, b.shape[1], a.itemsize), dtype))
         np.testing.assert_allclose(out, matmul(a, b), rtol=0, atol=200 * np.finfo(dtype).eps)
 
 

@@ -15,12 +15,14 @@ import pytest
 import mpizero as mz
 from mpizero.comm import reduce as exchanges
 from mpizero.errors import CollectiveMismatch, MpizeroError
+from mpizero.kernels import matmul as products
 from mpizero.nn import Layer
 from mpizero.sharding import params as publication
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
 from tests.faults.jobs import launchers, run_job
-from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, part, points, sharded, tokens
+from tests.parallel.models import gpt as small_gpt
 from tests.parallel.parallel_layouts import Blocks, gpt, known, texts, with_traps
 
 #: A bucket of 64 float32 values, in MiB: even small models have many.
@@ -259,7 +261,7 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
 
     for steps in run_in_threads(2, waits):
         assert steps == [
-            [False] * 4,
+            [False],  # the others begin when a block is taken
             [True, False, False, False],
             [True, True, False, False],
             [True, True, False, False],
@@ -268,40 +270,89 @@ def test_who_takes_a_block_waits_for_what_it_uses_and_no_more(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_a_rank_may_predict_alone_while_parameters_travel(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait outside of the library, so whatever the rank needs of them has begun.
-
-    The ranks of a node that shares memory wait together for parameters: there the first call is collective.
-    """
+def test_the_first_call_after_a_step_is_collective_and_then_a_rank_may_predict_alone(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others then wait outside of the library, so whatever the rank needs of them must have come."""
     monkeypatch.setattr(exchanges, "EXCHANGE_ELEMENTS", 16)
     x = np.ones((8, 6), np.float32)
 
-    def alone(comm: Any, memory: dict[str, Any], *, first: bool) -> str:
+    def alone(comm: Any, memory: dict[str, Any]) -> str:
         with sharded(strategy, comm, mz.nn.MLP(6, (7, 5, 4), 3), micro_batch=2, **memory) as model:
             model.train(*part(comm, x, np.zeros(8, np.int64)))
             if comm.rank == 1:
                 assert model.local_parameter_shard.size  # what a rank owns it may always read alone
             comm.barrier()
-            if not first:
-                model.predict(x[:1])
+            model.predict(x[:1])
             for _ in range(2 if comm.rank == 1 else 0):
                 model.predict(x[:1])
             comm.barrier()
             return str(model.parameters_sha256())
 
-    assert len(set(run_in_threads(4, lambda comm: alone(comm, MEMORIES[1], first=True)))) == 1
-    assert len(set(run_in_threads(4, lambda comm: alone(comm, MEMORIES[2], first=False)))) == 1
+    for kind in MEMORIES[1:]:
+        assert len(set(run_in_threads(4, lambda comm, m=kind: alone(comm, m)))) == 1
 
-    def instead_of_training(comm: Any) -> None:
-        with sharded(strategy, comm, mz.nn.MLP(6, (7, 5, 4), 3), micro_batch=2, **MEMORIES[2]) as model:
+    def instead_of_training(comm: Any, memory: dict[str, Any]) -> None:
+        with sharded(strategy, comm, mz.nn.MLP(6, (7, 5, 4), 3), micro_batch=2, **memory) as model:
             mine = part(comm, x, np.zeros(8, np.int64))
             model.train(*mine)
             if comm.rank == 1:
                 model.predict(x[:1])
             model.train(*mine)
 
-    with pytest.raises(CollectiveMismatch, match="predict"):
-        run_in_threads(4, instead_of_training)
+    for kind in MEMORIES[1:]:
+        with pytest.raises(CollectiveMismatch, match="predict"):
+            run_in_threads(4, lambda comm, m=kind: instead_of_training(comm, m))
+
+
+@pytest.mark.skipif(not products.fuses(), reason="needs the kernel of products")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_messages_that_progress_amid_products_change_no_bit(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[bool] = []
+    by_parts = products.KernelProducts.product_by_parts
+
+    def counted(self: Any, a: Any, b: Any, out: Any, between: Callable[[], object]) -> bool:
+        return bool(by_parts(self, a, b, out, lambda: called.append(True) or between()))
+
+    def run(comm: Any, **memory: Any) -> str:
+        with sharded(strategy, comm, small_gpt(dim=24, dtype="float32"), micro_batch=1, **memory) as model:
+            for number in range(3):
+                model.train(*part(comm, *tokens(7, number)))
+            return str(model.parameters_sha256())
+
+    monkeypatch.setattr(products, "library", products.KernelProducts)
+    expected = run(None)
+    monkeypatch.setattr(products, "_LONG", 1 << 9)
+    monkeypatch.setattr(products.KernelProducts, "product_by_parts", counted)
+    for memory in MEMORIES[1:]:
+        assert set(run_in_threads(4, lambda comm, m=memory: run(comm, **m))) == {expected}
+    assert len(called) > 1000
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_ranks_without_samples_send_the_parameters_that_others_wait_for(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they wait themselves: for the sums of gradients, of which few are in flight at a time."""
+    monkeypatch.setattr(exchanges, "EXCHANGE_ELEMENTS", 8)
+    monkeypatch.setattr(exchanges, "IN_FLIGHT", 1)
+    monkeypatch.setattr(publication, "REGION", 1)
+
+    def run(comm: Any, **memory: Any) -> str:
+        x, y = points(1)
+        mine = (x, y) if comm.rank == 0 else (x[:0], y[:0])
+        with sharded(strategy, comm, mz.nn.MLP(6, (7, 5, 4), 3), micro_batch=1, timeout=20, **memory) as model:
+            for _ in range(2):
+                model.train(*mine)
+            model.predict(mine[0])
+            model.train(*mine)
+            model.evaluate(*mine)
+            return str(model.parameters_sha256())
+
+    expected = run_in_threads(1, run)[0]
+    groups = {"shard_nodes": 2} if strategy == "zero3" else {}
+    for memory in ({**PRIVATE, "ranks_per_node": 1}, {"ranks_per_node": 1}):
+        assert set(run_in_threads(4, lambda comm, m=memory: run(comm, **m, **groups))) == {expected}
 
 
 def look(model: Any, how: str, x: Any, y: Any) -> Any:

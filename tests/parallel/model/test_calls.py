@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero.comm import reduce
 from mpizero.errors import CollectiveMismatch, ConfigError
+from mpizero.sharding import params
 from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.testing import run_in_threads
 from tests.parallel.models import MEMORIES, STRATEGIES, hard_function, mlp, part, points, sharded, ten
@@ -119,6 +121,45 @@ def test_that_holds_under_every_strategy_and_kind_of_memory(strategy: str, tmp_p
     for number, memory in enumerate(MEMORIES):
         call, usual = pairs[(STRATEGIES.index(strategy) + number) % 3]
         check_odd_one(lambda comm, m=memory: prepared(strategy, comm, **m), call, usual, tmp_path, ranks=3)
+
+
+#: Calls that close what they are of, need gradients by hand, or raise here.
+LAST = {
+    "close",
+    "ShardingConfig.close",
+    "make a model",
+    "load_model",
+    "synchronize_gradients",
+    "apply_gradients",
+    "step",
+}
+
+
+@pytest.mark.parametrize("call", [*sorted(CALLS.keys() - LAST), "predict", "ema"])
+def test_each_call_may_be_the_first_after_a_step_whose_parameters_are_in_flight(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters and sums travel in many messages, of which one is in flight at a time."""
+    monkeypatch.setattr(params, "REGION", 1)
+    monkeypatch.setattr(reduce, "EXCHANGE_ELEMENTS", 8)
+    monkeypatch.setattr(reduce, "IN_FLIGHT", 1)
+    calls = {**CALLS, "predict": lambda m, x, y, f: m.predict(x), "ema": lambda m, x, y, f: m.evaluate(x, y, ema=True)}
+
+    def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
+        with sharded(strategy, comm, mlp(hidden=(7, 5, 4)), micro_batch=1, ema=0.9, **memory) as model:
+            x, y = part(comm, *points(3))  # fewer grains than ranks
+            model.train(x, y)
+            result = calls[call](model, x, y, tmp_path)
+            if call == "clone":
+                result.close()
+            elif call == "begin_save":
+                result.commit()
+            model.train(x, y)
+            assert len(set(comm.allgather_object(model.parameters_sha256()))) == 1
+
+    for strategy in ("zero1", "zero2"):
+        for memory in MEMORIES[1:]:
+            run_in_threads(4, lambda comm, s=strategy, m=memory: run(comm, s, m))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import ThreadpoolController
 
 import mpizero as mz
 from mpizero.comm import as_communicator
 from mpizero.comm.reduce import EXCHANGE_ELEMENTS
 from mpizero.errors import OutOfMemoryError, RemoteError, SharedMemoryError
-from mpizero.sharding import params
+from mpizero.sharding import exactness, params
 from mpizero.sharding.params import PAGE, Memory
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, gpt, hard_function, mlp, part, sharded, tokens, vectors
@@ -91,6 +92,9 @@ def test_frozen_parameters_cost_no_gradient_and_no_state() -> None:
 def test_a_new_model_holds_its_shard_and_no_more_than_a_unit_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"minimum_parameter_group_size": 1, **PRIVATE}
     models: list[Any] = []
+    # A search for BLAS libraries takes up to 400 KB for a moment, the more the more libraries a process has loaded.
+    libraries = ThreadpoolController()
+    monkeypatch.setattr(exactness, "ThreadpoolController", lambda: libraries)
 
     def make() -> None:
         models[:] = run_in_threads(2, lambda comm: mz.ZeRO3Model(wide(), mz.ShardingConfig(comm=comm, **settings)))

@@ -14,7 +14,7 @@ import pytest
 from mpizero._util.text import wants_colour
 from mpizero.comm.startup import one_process
 from mpizero.testing import run_in_threads
-from mpizero.tools.doctor import CheckResult, bug_report, check_cores, check_torch
+from mpizero.tools.doctor import CheckResult, bug_report, check_cores, check_messages, check_torch
 from mpizero.train import machine
 
 ESCAPES = re.compile(r"\x1b\[[\d;]*m")
@@ -72,19 +72,34 @@ def test_a_pytorch_is_named_without_loading_it_and_one_for_cuda_needs_a_gpu(
     assert ("pytorch.org/get-started" in (found.remedy or "")) == (status == "warn")
 
 
+class Nodes:
+    """Ranks on nodes of three."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def split_node(self, name):
+        return self.comm.split_node(3, name=name)
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+
+def test_calls_of_mpi_are_counted_until_a_message_has_gone_to_the_next_node(monkeypatch):
+    assert check_messages(one_process(), 1).text == "all ranks are on one node"
+    assert {found.text for found in run_in_threads(3, lambda comm: check_messages(Nodes(comm), 1))} == {
+        "all ranks are on one node"
+    }
+    for found in run_in_threads(7, lambda comm: check_messages(Nodes(comm), 1)):
+        assert (found.status, found.text[:25]) == ("ok", "1 MiB between nodes takes")
+    monkeypatch.setattr(machine, "try_message", lambda comm: 149)
+    found = check_messages(one_process(), 1)
+    assert (found.status, "149 calls of MPI" in found.text, "CH4_NETMOD=ofi" in found.remedy) == ("warn", True, True)
+
+
 def test_unequal_nodes_are_told_beside_cores_without_work(monkeypatch):
     """Three ranks on one node and one on another."""
     rank_of = threading.local()
-
-    class Nodes:
-        def __init__(self, comm):
-            self.comm = comm
-
-        def split_node(self, name):
-            return self.comm.split_node(3, name=name)
-
-        def __getattr__(self, name):
-            return getattr(self.comm, name)
 
     def work(comm):
         rank_of.host = "b" if comm.rank == 3 else "a"

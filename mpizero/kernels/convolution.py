@@ -1,0 +1,424 @@
+"""Compute convolutions on the CPU without a matrix of columns, by the tiles of matrix products.
+
+All convolutions are made of two sums over *windows*. A window view is an array (samples, three axes of space, channels)
+of any strides: its element [s, i, j, k, 0] is the first that the window of output position (i, j, k) reads, and the
+*runs* are the distances from there at which ``length`` successive elements are read.
+
+- :func:`window_products` writes, for each position, the product of the elements of its window and a matrix: the forward
+  pass of a convolution, and the gradient of its input.
+- :func:`window_sums` writes the sum over all positions of the products of window elements and the elements of another
+  array: the gradient of the weights.
+
+An element of the first is one chain of fused multiply-adds over the window, one of the second over the positions in
+ascending order. So its bits depend neither on the shape of the field nor on the part of it that is computed, and on the
+CPU as little as those of matrix products ([Note: equal bits] in :mod:`.matmul`). On a CPU without fused multiply-adds
+NumPy multiplies, window element by window element.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from mpizero.kernels import jit
+from mpizero.kernels.jit import apart, kernel
+from mpizero.kernels.matmul import fuses, matmul
+from mpizero.kernels.matmul_tile import HIGH, LOW, RunsTile, fold, tile_columns
+from mpizero.types import Array
+
+_high, _low, _one = (RunsTile(rows, along=True) for rows in (HIGH, LOW, 1))
+_high_sums, _low_sums, _one_sums = (RunsTile(rows, along=False) for rows in (HIGH, LOW, 1))
+#: Tiles for few columns, of one vector register: twice as many rows keep as many sums in registers.
+_tall, _tall_low, _tall_one = (RunsTile(rows, along=True, across=1) for rows in (2 * HIGH, 2 * LOW, 1))
+_tall_sums, _tall_low_sums, _tall_one_sums = (RunsTile(rows, along=False, across=1) for rows in (2 * HIGH, 2 * LOW, 1))
+#: Least number of multiplications of a thread's part.
+_WORTH_A_THREAD = 1 << 22
+
+
+def window_products(x: Array, runs: Array, length: int, weight: Array, bias: Array | None, out: Array) -> None:
+    """Write ``sum_r sum_p x[..., runs[r] + p] * weight[r * length + p] + bias`` to ``out``, for each position.
+
+    Parameters
+    ----------
+    x : Array
+        The view of windows: (samples, n1, n2, n3, 1), of any strides.
+    runs : Array
+        Distance of each run from the first element of a window, in elements: int64.
+    length : int
+        Elements of a run.
+    weight : Array
+        Matrix (runs * length, channels of the output).
+    bias : Array or None
+        Vector (channels of the output,), with which each sum begins; None stands for zeros.
+    out : Array
+        (samples, n1, n2, n3, channels), of any strides but for the last axis, which is contiguous.
+    """
+    if not out.size:
+        return
+    if not fuses():
+        _products_by_numpy(x, runs, length, weight, bias, out)
+        return
+    columns = weight.shape[1]
+    wide = panel_columns(columns, weight.itemsize)
+    panels = -(-columns // wide)
+    packed = np.zeros((panels, len(weight), wide), weight.dtype)
+    for panel, target in enumerate(packed):
+        part = weight[:, panel * wide : (panel + 1) * wide]
+        target[:, : part.shape[1]] = part
+    start = np.zeros(panels * wide, weight.dtype)
+    start[:columns] = 0 if bias is None else bias
+    at = np.arange(len(runs), dtype=np.int64) * length * wide
+    lines, work = prod(out.shape[:3]), out.size * len(weight)
+    parts = min(lines, jit.threads_for(work, _WORTH_A_THREAD))
+    tasks = [
+        functools.partial(_products, x, runs, packed, at, start, out, length, part.start, part.stop)
+        for part in jit.parts_of(lines, parts)
+    ]
+    jit.run_tasks(tasks, parts)
+
+
+@kernel(
+    "void(const T[:,:,:,:,:], const i8[::1], const T[:,:,::1], const i8[::1], const T[::1], T[:,:,:,:,:], i8, i8, i8)"
+)
+def _products(
+    x: Array, runs: Array, packed: Array, at: Array, start: Array, out: Array, length: int, first: int, stop: int
+) -> None:
+    """Compute the lines ``first`` to ``stop`` of ``out``, numbered over samples and the first two axes."""
+    item, wide = out.itemsize, packed.shape[2]
+    x_step, c_step = x.strides[3] // item, out.strides[3] // item
+    for number in range(stop - first):
+        line = first + number
+        s, i, j = line // (out.shape[1] * out.shape[2]), line // out.shape[2] % out.shape[1], line % out.shape[2]
+        source = (s * x.strides[0] + i * x.strides[1] + j * x.strides[2]) // item
+        target = (s * out.strides[0] + i * out.strides[1] + j * out.strides[2]) // item
+        for panel in range(packed.shape[0]):
+            width, b_at = min(wide, out.shape[4] - panel * wide), panel * packed.shape[1] * wide
+            line_products(x, source, x_step, packed, b_at, runs, at, length, start, panel * wide, out,
+                          target + panel * wide, c_step, out.shape[3], width)  # fmt: skip
+
+
+@apart
+def line_products(
+    x: Any, source: Any, x_step: Any, packed: Any, b_at: Any, runs: Any, at: Any, length: Any, start: Any, s_at: Any,
+    out: Any, target: Any, c_step: Any, rows: Any, width: Any,
+) -> None:  # fmt: skip
+    """Compute ``width`` columns of a line of ``rows`` positions, tile by tile.
+
+    The last tile of a height may overlap the one before: some positions are computed twice, with the same bits.
+    """
+    wide = packed.shape[2]
+    narrow = wide < tile_columns(out.itemsize)
+    high, low = (2 * HIGH, 2 * LOW) if narrow else (HIGH, LOW)
+    row = 0
+    while row < rows:
+        left = rows - row
+        if left >= high or (rows >= high and left > low):
+            row = min(row, rows - high)
+            if narrow:
+                _tall(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide, start,
+                      s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+            else:
+                _high(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide, start,
+                      s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+            row += high
+        elif rows >= low:
+            row = min(row, rows - low)
+            if narrow:
+                _tall_low(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide,
+                          start, s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+            else:
+                _low(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide, start,
+                     s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+            row += low
+        else:
+            if narrow:
+                _tall_one(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide,
+                          start, s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+            else:
+                _one(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide, start,
+                     s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+            row += 1
+
+
+def panel_columns(columns: int, itemsize: int) -> int:
+    """Return the columns of the tiles for so many columns: those of one vector register if they suffice, or of two."""
+    wide = tile_columns(itemsize)
+    return wide // 2 if columns <= wide // 2 else wide
+
+
+def window_sums(x: Array, runs: Array, length: int, dy: Array, boxes: Array, out: Array) -> None:
+    """Write ``sum over positions of x[..., runs[r] + p] * dy[..., c]`` to ``out[r * length + p, c]``.
+
+    Each spatial tile has a sum of its own, over its positions in ascending order, samples first; the sums of tiles are
+    added by the binary tree.
+
+    Parameters
+    ----------
+    x : Array
+        The view of windows: (samples, n1, n2, n3, 1), of any strides.
+    runs : Array
+        Distance of each run from the first element of a window, in elements: int64.
+    length : int
+        Elements of a run.
+    dy : Array
+        (samples, n1, n2, n3, channels), of any strides but for the last axis. Its memory goes on for a tile's columns
+        after the last element: see :func:`with_margin`.
+    boxes : Array
+        First and last position (and one) of each tile on three axes: (tiles, 3, 2) integers, of 1, 2, 4, ... tiles.
+    out : Array
+        Matrix (runs * length, channels), contiguous.
+    """
+    if not dy.size:
+        out[...] = 0
+    elif not fuses():
+        _sums_by_numpy(x, runs, length, dy, boxes, out)
+    else:
+        dtype = out.dtype
+        together = _boxes_at_once(prod(dy.shape[:4]) * (x.strides[3] + dy.strides[3]), len(boxes))
+        counts = len(dy) * np.prod((boxes[..., 1] - boxes[..., 0])[:, :2], axis=1)
+        first = np.concatenate([[0], np.cumsum(counts)])
+        lines = np.empty((2, first[-1]), np.int64)
+        _lines(x, dy, boxes, lines[0], lines[1])
+        levels = (len(boxes) // together).bit_length()
+        partial = np.empty((levels, *out.shape), dtype) if levels > 1 else out[None]
+        wide = panel_columns(out.shape[1], out.itemsize)
+        high = HIGH * tile_columns(out.itemsize) // wide
+        units = len(runs) * -(-length // high)
+        parts = min(units, jit.threads_for(dy.size * len(out), _WORTH_A_THREAD))
+        stacks = np.empty((parts, together.bit_length() + 1, high * wide), dtype)
+        start = np.zeros(tile_columns(out.itemsize), dtype)
+        tasks = [
+            functools.partial(
+                _sums,
+                x,
+                runs,
+                dy,
+                start,
+                boxes,
+                first,
+                *lines,
+                partial,
+                stack,
+                length,
+                together,
+                wide,
+                part.start,
+                part.stop,
+            )
+            for stack, part in zip(stacks, jit.parts_of(units, parts), strict=True)
+        ]
+        jit.run_tasks(tasks, parts)
+        if levels > 1:
+            out[...] = partial[0]
+
+
+#: Bytes of operands that are read again for every block of the result.
+_NEAR = 1 << 20
+
+
+def _boxes_at_once(nbytes: int, boxes: int) -> int:
+    """Return of how many tiles, whose operands have ``nbytes`` bytes in all, blocks are summed before the next block.
+
+    The more, the fewer partial sums of the whole result there are; but the operands shall stay in the cache.
+    """
+    together = boxes
+    while together > 1 and nbytes * together > boxes * _NEAR:
+        together //= 2
+    return together
+
+
+@kernel("void(const T[:,:,:,:,:], const T[:,:,:,:,:], const i8[:,:,::1], i8[::1], i8[::1])")
+def _lines(x: Array, dy: Array, boxes: Array, x_lines: Array, dy_lines: Array) -> None:
+    """Write the places in ``x`` and ``dy`` at which the lines of positions of all boxes begin."""
+    item, line = dy.itemsize, 0
+    for box in range(boxes.shape[0]):
+        a, b, c = boxes[box, 0, 0], boxes[box, 1, 0], boxes[box, 2, 0]
+        a_stop, b_stop = boxes[box, 0, 1], boxes[box, 1, 1]
+        for s in range(dy.shape[0]):
+            for i in range(a_stop - a):
+                for j in range(b_stop - b):
+                    place = s * x.strides[0] + (a + i) * x.strides[1] + (b + j) * x.strides[2] + c * x.strides[3]
+                    x_lines[line] = place // item
+                    place = s * dy.strides[0] + (a + i) * dy.strides[1] + (b + j) * dy.strides[2] + c * dy.strides[3]
+                    dy_lines[line] = place // item
+                    line += 1
+
+
+@kernel(
+    "void(const T[:,:,:,:,:], const i8[::1], const T[:,:,:,:,:], const T[::1], const i8[:,:,::1], const i8[::1],"
+    "const i8[::1], const i8[::1], T[:,:,::1], T[:,::1], i8, i8, i8, i8, i8)"
+)
+def _sums(
+    x: Array, runs: Array, dy: Array, start: Array, boxes: Array, first: Array, x_lines: Array, dy_lines: Array,
+    partial: Array, stack: Array, length: int, together: int, wide: int, begin: int, end: int,
+) -> None:  # fmt: skip
+    """Compute the sums of the units ``begin`` to ``end``: blocks of rows of the result, for tiles of ``wide`` columns.
+
+    ``partial`` and ``stack`` are stacks of partial sums, of groups of ``together`` tiles and of tiles; the result is
+    ``partial[0]``.
+    """
+    high = HIGH * tile_columns(dy.itemsize) // wide
+    columns, blocks = partial.shape[2], (length + high - 1) // high
+    depth = 0
+    for group in range(boxes.shape[0] // together):
+        for unit in range(end - begin):
+            run, row = (begin + unit) // blocks, (begin + unit) % blocks * high
+            height = min(high, length - row)
+            for panel in range((columns + wide - 1) // wide):
+                top = 0
+                for number in range(together):
+                    box = group * together + number
+                    count = boxes[box, 2, 1] - boxes[box, 2, 0]
+                    block_sums(x, runs[run] + row, dy, panel * wide, x_lines, dy_lines, first[box],
+                               first[box + 1] - first[box], count, start, stack, top, height, wide)  # fmt: skip
+                    added = number + 1
+                    while added % 2 == 0:
+                        top, added = top - 1, added // 2
+                        for k in range(height * wide):
+                            stack[top, k] += stack[top + 1, k]
+                    top += 1
+                for i in range(height):
+                    for k in range(min(wide, columns - panel * wide)):
+                        partial[depth, run * length + row + i, panel * wide + k] = stack[0, i * wide + k]
+        added = group + 1
+        while added % 2 == 0:
+            depth, added = depth - 1, added // 2
+            for unit in range(end - begin):
+                run, row = (begin + unit) // blocks, (begin + unit) % blocks * high
+                for i in range(min(high, length - row)):
+                    for k in range(columns):
+                        at = run * length + row + i
+                        partial[depth, at, k] += partial[depth + 1, at, k]
+        depth += 1
+
+
+@apart
+def block_sums(
+    x: Any, at: Any, dy: Any, column: Any, x_lines: Any, dy_lines: Any, first: Any, lines: Any, count: Any, start: Any,
+    stack: Any, top: Any, height: Any, wide: Any,
+) -> None:  # fmt: skip
+    """Write the sums over ``lines`` lines of ``count`` positions to the rows of ``stack[top]``, of ``wide`` columns."""
+    x_step, dy_step = x.strides[3] // dy.itemsize, dy.strides[3] // dy.itemsize
+    narrow = wide < tile_columns(dy.itemsize)
+    high, low = (2 * HIGH, 2 * LOW) if narrow else (HIGH, LOW)
+    done = 0
+    while done < height:
+        to = top * stack.shape[1] + done * wide
+        if height - done == high:
+            if narrow:
+                _tall_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step, dy_step,
+                           start, 0, stack, to, wide, wide)  # fmt: skip
+            else:
+                _high_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step, dy_step,
+                           start, 0, stack, to, wide, wide)  # fmt: skip
+            done += high
+        elif height - done >= low:
+            if narrow:
+                _tall_low_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step,
+                               dy_step, start, 0, stack, to, wide, wide)  # fmt: skip
+            else:
+                _low_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step, dy_step,
+                          start, 0, stack, to, wide, wide)  # fmt: skip
+            done += low
+        else:
+            if narrow:
+                _tall_one_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step,
+                               dy_step, start, 0, stack, to, wide, wide)  # fmt: skip
+            else:
+                _one_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step, dy_step,
+                          start, 0, stack, to, wide, wide)  # fmt: skip
+            done += 1
+
+
+def with_margin(dy: Array, groups: int = 1) -> Array:
+    """Return ``dy`` as a contiguous array whose memory goes on far enough for :func:`window_sums` of its groups."""
+    wide = tile_columns(dy.itemsize)
+    if dy.shape[-1] // groups % max(wide, 1) == 0:
+        return np.ascontiguousarray(dy)
+    memory = np.empty(dy.size + wide, dy.dtype)
+    memory[dy.size :] = 0
+    copy = memory[: dy.size].reshape(dy.shape)
+    copy[...] = dy
+    return copy
+
+
+def position_sums(dy: Array, boxes: Array, out: Array) -> None:
+    """Write the sum of ``dy`` (samples, n1, n2, n3, channels) over samples and tiles to ``out``, by channel.
+
+    Positions and tiles are added in the order of :func:`window_sums`.
+    """
+    _position_sums(dy, boxes, np.empty((len(boxes).bit_length() + 1, len(out)), out.dtype), out)
+
+
+@kernel("void(const T[:,:,:,:,:], const i8[:,:,::1], T[:,::1], T[::1])")
+def _position_sums(dy: Array, boxes: Array, stack: Array, out: Array) -> None:
+    """Compute the sums; ``stack`` is temporary memory."""
+    top = 0
+    for box in range(boxes.shape[0]):
+        stack[top] = 0
+        a, b, c = boxes[box, 0, 0], boxes[box, 1, 0], boxes[box, 2, 0]
+        a_stop, b_stop, c_stop = boxes[box, 0, 1], boxes[box, 1, 1], boxes[box, 2, 1]
+        for s in range(dy.shape[0]):
+            for i in range(a_stop - a):
+                for j in range(b_stop - b):
+                    for k in range(c_stop - c):
+                        for channel in range(out.size):
+                            stack[top, channel] += dy[s, a + i, b + j, c + k, channel]
+        added = box + 1
+        while added % 2 == 0:
+            top, added = top - 1, added // 2
+            for channel in range(out.size):
+                stack[top, channel] += stack[top + 1, channel]
+        top += 1
+    for channel in range(out.size):
+        out[channel] = stack[0, channel]
+
+
+def _elements(x: Array, run: int, length: int) -> Any:
+    """Return a run's elements of all windows, as a matrix (positions, length)."""
+    first: Any = as_strided(x, (*x.shape[:4], run + length), (*x.strides[:4], x.itemsize))
+    return first[..., run:].reshape(-1, length)
+
+
+def _products_by_numpy(x: Array, runs: Array, length: int, weight: Array, bias: Array | None, out: Array) -> None:
+    total = np.zeros((prod(out.shape[:4]), weight.shape[1]), out.dtype)
+    total += 0 if bias is None else bias
+    for number, run in enumerate(runs.tolist()):
+        total += matmul(_elements(x, run, length), weight[number * length : (number + 1) * length])
+    out[...] = total.reshape(out.shape)
+
+
+def _sums_by_numpy(x: Array, runs: Array, length: int, dy: Array, boxes: Array, out: Array) -> None:
+    def sums(box: Array) -> Array:
+        place = (slice(None), *(slice(*pair) for pair in box.tolist()))
+        right, total = np.ascontiguousarray(dy[place]).reshape(-1, dy.shape[4]), np.zeros_like(out)
+        for number, run in enumerate(runs.tolist()):
+            left = np.ascontiguousarray(_elements(x[place], run, length).T)
+            total[number * length : (number + 1) * length] = matmul(left, right)
+        return total
+
+    fold(np.add, list(map(sums, boxes)), out)
+
+
+def merged(offsets: Sequence[Sequence[int]], steps: Sequence[int], channels: int) -> tuple[Array, int]:
+    """Return the runs of a window and their length; taps that lie side by side on the last axis make one run.
+
+    Parameters
+    ----------
+    offsets : sequence of sequences of int
+        By axis, the positions of the taps relative to the first one.
+    steps : sequence of int
+        By axis, elements from one position to the next.
+    channels : int
+        Elements of a tap.
+    """
+    *outer, last = (np.asarray(axis, np.int64) * step for axis, step in zip(offsets, steps, strict=True))
+    if steps[-1] == channels and all(b - a == channels for a, b in zip(last[:-1], last[1:], strict=True)):
+        last, channels = last[:1], channels * len(last)
+    runs = functools.reduce(lambda a, b: (a[:, None] + b).reshape(-1), [*outer, last])
+    return np.ascontiguousarray(runs), channels

@@ -1,0 +1,458 @@
+"""Cut the space of fields over the ranks of a domain group: halos, redistribution, and sums over all of space.
+
+:class:`Space` is what layers of fields ask for their neighbourhood and for sums: of the whole space, which one rank
+has. :class:`Domain` is a space of which each rank of a group has a box (:class:`mpizero.layout.fields.Cut`). A layer
+that computes on a part asks :meth:`Space.fetch` for all positions that it needs, wherever they are; that is its halo
+exchange. It does so with the gradient of its output as well, in place of the adjoint of the exchange: so each element
+of the gradient of the input is one sum, on the rank that has it, with the bits of one process.
+
+What is summed over space has one partial sum for each spatial tile, added by the binary tree. A rank adds up the nodes
+of the tree whose tiles it has; :meth:`Space.add_up` adds the nodes of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from mpizero.errors import DataError
+from mpizero.layout.fields import Box, Cut, axis_pieces, tile_boxes
+from mpizero.layout.flat import Partition
+from mpizero.layout.sum_tree import TreeNode, merge
+from mpizero.nn.layer import Layer
+from mpizero.types import Array, Group
+
+#: For each axis, the positions that each of its parts wants: the first, and the one after the last; -1 is before the
+#: first position of the axis.
+Wanted = tuple[tuple[tuple[int, int], ...], ...]
+
+
+class DomainGroup(Group, Protocol):
+    """Describe what this module needs of a group besides the collectives of all groups."""
+
+    def all_to_all(self, parts: Sequence[Array], counts: Sequence[int], tag: str = "") -> list[Array]:
+        """Send the flat array ``parts[r]`` to rank r; return those sent to this rank, of ``counts[r]`` elements."""
+
+
+class Space:
+    """Hold the whole space of fields on one rank."""
+
+    rank = 0
+
+    def cut_of(self, axes: int) -> Cut:
+        """Return how a space of so many axes is cut."""
+        return Cut((1,) * axes)
+
+    def extents(self, x: Array, owner: object, settings: str = "") -> tuple[int, ...]:
+        """Return the extents of the whole field, of which ``x`` is this rank's part, given to a layer. Collective."""
+        return x.shape[1:-1]
+
+    def box(self, extents: Sequence[int]) -> Box:
+        """Return this rank's positions of a field with the given extents."""
+        return self.cut_of(len(extents)).box(extents, self.rank)
+
+    def wanted(self, extents: Sequence[int], window: Callable[[int, int, int], tuple[int, int]]) -> Wanted:
+        """Return which positions each part of each axis wants, to compute its part of a field with these extents.
+
+        ``window(axis, first, stop)`` returns the positions that positions ``first`` to ``stop`` of an axis depend on.
+        """
+        starts = self.cut_of(len(extents)).starts(extents)
+        return tuple(
+            tuple(window(axis, *pair) for pair in zip(edges[:-1], edges[1:], strict=True))
+            for axis, edges in enumerate(starts)
+        )
+
+    def fetch(
+        self,
+        x: Array,
+        extents: Sequence[int],
+        wanted: Wanted,
+        tag: str,
+        modes: Sequence[str] = (),
+        target: Cut | None = None,
+    ) -> Array:
+        """Return the positions of a field that this rank wants: an array of its own, or ``x``. Collective.
+
+        Parameters
+        ----------
+        x : Array
+            This rank's part (samples, space, channels) of the field.
+        extents : sequence of int
+            Extents of the whole field.
+        wanted : Wanted
+            What all ranks want, by the parts of ``target``.
+        tag : str
+            Name of the exchange, for traces and errors.
+        modes : sequence of str
+            By axis, what is outside of the field: "periodic", "reflect", or anything else for zeros; () for zeros.
+        target : Cut or None
+            How the field is cut afterwards; None is as before.
+        """
+        move = self._plan(extents, wanted, modes, target)
+        if move.nothing:
+            return np.ascontiguousarray(x)
+        out = (np.empty if move.complete else np.zeros)((len(x), *move.shape, x.shape[-1]), x.dtype)
+        for source, place in move.own:
+            out[place] = x[source]
+        self._exchange(x, move, out, tag)
+        return out
+
+    def fetch_adjoint(
+        self,
+        dy: Array,
+        extents: Sequence[int],
+        wanted: Wanted,
+        tag: str,
+        modes: Sequence[str] = (),
+        target: Cut | None = None,
+    ) -> Array:
+        """Return the adjoint of :meth:`fetch`: each position gets the sum of all its copies. Collective.
+
+        The copies of a position are added by the ranks that have them, in ascending order.
+        """
+        move = self._plan(extents, wanted, modes, target)
+        if move.nothing:
+            return np.ascontiguousarray(dy)
+        out = np.zeros((len(dy), *self.shape(extents), dy.shape[-1]), dy.dtype)
+        self._add_copies(dy, move, out, tag)
+        return out
+
+    def _plan(self, extents: Sequence[int], wanted: Wanted, modes: Sequence[str], target: Cut | None) -> HaloPlan:
+        cut = self.cut_of(len(extents))
+        return _transfer(
+            cut, target or cut, tuple(extents), wanted, tuple(modes) or ("zeros",) * len(wanted), self.rank
+        )
+
+    def _exchange(self, x: Array, move: HaloPlan, out: Array, tag: str) -> None:
+        """Write what other ranks have to ``out``."""
+
+    def _add_copies(self, dy: Array, move: HaloPlan, out: Array, tag: str) -> None:
+        """Add the copies that all ranks have of this rank's positions to ``out``."""
+        for source, target in move.own:
+            out[source] += dy[target]
+
+    def first(self, wanted: Wanted) -> list[int]:
+        """Return, for each axis, the first position that this rank wants."""
+        places = self.cut_of(len(wanted)).coordinates(self.rank)
+        return [axis[i][0] for axis, i in zip(wanted, places, strict=True)]
+
+    def resize(self, x: Array, extents: Sequence[int], target: Sequence[int], tag: str) -> Array:
+        """Return this rank's part of a field with other extents: axes are cut, or zeros put, at their end. Collective.
+
+        ``x`` is this rank's part of a field with the given ``extents``, the result one of a field with those of
+        ``target``. The adjoint of a call is that with both exchanged.
+        """
+        wanted = self.wanted(target, lambda axis, first, stop: (first, stop))
+        return self.fetch(x, extents, wanted, tag)
+
+    def shape(self, extents: Sequence[int]) -> tuple[int, ...]:
+        """Return the extents of this rank's part of a field with the given extents."""
+        return tuple(part.stop - part.start for part in self.box(extents))
+
+    def boxes(self, extents: Sequence[int]) -> tuple[Array, ...]:
+        """Return, for each node of the tree that this rank adds up, the boxes of its tiles, in its own positions.
+
+        A box is the first position and the one after the last on each of three axes: (tiles, 3, 2) integers. Axes that
+        the field does not have come first, with one position.
+        """
+        return _own_boxes(self.cut_of(len(extents)), tuple(extents), self.rank)
+
+    def add_up(self, nodes: Array, tag: str) -> Array:
+        """Return this rank's share of a sum over space; the shares of all ranks add up to it. Collective.
+
+        ``nodes`` are the partial sums, on the first axis, of the nodes that this rank adds up (:meth:`boxes`).
+        """
+        total: Array = nodes[0]
+        return total
+
+    def gather_tiles(self, values: Array, axis: int, tag: str) -> Array:
+        """Return the values of all tiles along ``axis``, in their order, from those of this rank's. Collective."""
+        return values
+
+
+#: The whole space.
+WHOLE = Space()
+
+
+class FieldLayer(Layer):
+    """Define a layer of fields; its form for a domain has another :attr:`_space`."""
+
+    @property
+    def _space(self) -> Space:
+        """The space of the fields: which part of it the layer is given."""
+        return WHOLE
+
+
+#: Extents of layers' inputs that a domain remembers.
+_MOST_KNOWN = 1 << 14
+
+
+class Domain(Space):
+    """Hold a rank's box of space; ``cut`` says which boxes the ranks of ``group`` have."""
+
+    def __init__(self, cut: Cut, group: DomainGroup) -> None:
+        self.cut, self.group, self.rank = cut, group, group.rank
+        #: Extents of the model's input that all ranks have agreed on; () if unknown.
+        self._input: tuple[int, ...] = ()
+        self._calls: Counter[int] = Counter()  # of each layer in this pass
+        #: By layer, number of the call and extents of the input: the layer, which keeps its id, and what is known.
+        self._known: dict[tuple[int, int, tuple[int, ...]], tuple[object, tuple[int, ...]]] = {}
+
+    def begin_batch(self, extents: Sequence[int]) -> None:
+        """Note the extents of all fields that the model is given from now on; all ranks give the same.
+
+        Layers then ask the other ranks for the extents of their inputs only once. Not collective.
+        """
+        self._input = tuple(extents)
+        self._calls.clear()
+
+    def begin_pass(self) -> None:
+        """Begin a forward pass, in which each layer is given the same fields as in all others. Not collective."""
+        self._calls.clear()
+
+    def cut_of(self, axes: int) -> Cut:
+        """Return the cut."""
+        return self.cut
+
+    def extents(self, x: Array, owner: object, settings: str = "") -> tuple[int, ...]:
+        """Return the extents of the whole field, of which ``x`` is this rank's part, given to the layer ``owner``.
+
+        ``owner`` may be a function's name in place of a layer; then the ranks always ask each other, also whether all
+        have called it with the same ``settings`` and with as many samples and channels of the same type.
+        Collective if they are not known: from the layer's call of the same number in an earlier pass, with input of the
+        same extents. All ranks call their layers in the same order, so all find them known, or none.
+
+        Raises
+        ------
+        DataError
+            On all ranks, if the parts of the ranks are not the boxes of any field, or the calls differ.
+        """
+        if isinstance(owner, str):
+            return self._gathered_extents(x, owner, settings)
+        key = id(owner), self._calls[id(owner)], self._input
+        self._calls[id(owner)] += 1
+        _, known = self._known.get(key, (owner, ()))
+        if known and self.shape(known) == x.shape[1:-1]:
+            return known
+        found = self._gathered_extents(x, type(owner).__name__.removeprefix("Domain"))
+        if self._input:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = owner, found
+        return found
+
+    def _gathered_extents(self, x: Array, where: str, settings: str = "") -> tuple[int, ...]:
+        """Return the extents of the whole field from those of all ranks' parts. Collective."""
+        axes = len(self.cut.parts)
+        space = x.shape[1:-1] if x.ndim == axes + 2 else (-x.ndim,) * axes
+        call = f"{settings}: {len(x)} samples of {x.shape[-1]} channels, {x.dtype}"
+        row = np.array([(*space, *([crc32(call.encode())] if settings else []))], np.int64)
+        rows = self.group.all_gather(row, 0, (1,) * self.group.size, tag="extents")
+        table, calls = rows[:, :axes], rows[:, axes:]
+        cut = " x ".join(map(str, self.cut.parts))
+        if wrong := np.flatnonzero(table[:, 0] < 0).tolist():
+            raise DataError(
+                f"{where}: rank {wrong[0]} of the domain {cut} has an array of {-table[wrong[0], 0]} axes; fields that "
+                f"it cuts have {axes + 2}: samples, {axes} of space, channels; a domain has a number for each axis of "
+                "space, 1 for one that is not cut"
+            )
+        if different := np.flatnonzero((calls != calls[0]).any(1)).tolist():
+            raise DataError(
+                f"{where}: rank {different[0]} of the domain {cut} calls it in another way than rank 0; rank "
+                f"{self.rank} with {call}; give the same on all ranks"
+            )
+        places = [self.cut.coordinates(rank) for rank in range(self.group.size)]
+        found = []
+        for axis in range(axes):
+            along = [rank for rank, at in enumerate(places) if not any(at[:axis] + at[axis + 1 :])]
+            found.append(int(table[along, axis].sum()))
+        for rank, given in enumerate(table.tolist()):
+            box = self.cut.box(found, rank)
+            if given != [part.stop - part.start for part in box]:
+                raise DataError(
+                    f"{where}: rank {rank} of the domain {cut} has a part of extents "
+                    f"{tuple(given)}; of a field of extents {tuple(found)} its part is {_written(box)}: give each rank "
+                    "the part that mesh.slab(shape) says"
+                )
+        return tuple(found)
+
+    def _exchange(self, x: Array, move: HaloPlan, out: Array, tag: str) -> None:
+        width = len(x) * x.shape[-1]
+        parts = [_joined(x, pieces) for pieces in move.sent]
+        counts = [sum(count for _, count in pieces) * width for pieces in move.received]
+        for flat, pieces in zip(self.group.all_to_all(parts, counts, tag), move.received, strict=True):
+            first = 0
+            for target, count in pieces:
+                view = out[target]
+                view[...] = flat[first : first + count * width].reshape(view.shape)
+                first += count * width
+
+    def _add_copies(self, dy: Array, move: HaloPlan, out: Array, tag: str) -> None:
+        parts = [_joined(dy, [target for target, _ in pieces]) for pieces in move.received]
+        counts = [sum(out[piece].size for piece in pieces) for pieces in move.sent]
+        for rank, flat in enumerate(self.group.all_to_all(parts, counts, tag)):
+            if rank == self.rank:
+                super()._add_copies(dy, move, out, tag)
+            first = 0
+            for piece in move.sent[rank]:
+                view = out[piece]
+                view += flat[first : first + view.size].reshape(view.shape)
+                first += view.size
+
+    def add_up(self, nodes: Array, tag: str) -> Array:
+        """Return this rank's share of the sum: a slice of it, and zeros elsewhere. Collective."""
+        ranks = range(self.group.size)
+        flat, nodes_of = nodes.reshape(len(nodes), -1), [self.cut.nodes(rank) for rank in ranks]
+        shards = [Partition(flat.shape[1], len(ranks)).shard(rank) for rank in ranks]
+        mine = shards[self.rank]
+        parts = [flat[:, shard.start : shard.stop].reshape(-1) for shard in shards]
+        width = mine.stop - mine.start
+        blocks = self.group.all_to_all(parts, [len(nodes) * width for nodes in nodes_of], tag)
+        rows = (block.reshape(len(nodes), width) for block, nodes in zip(blocks, nodes_of, strict=True))
+        leaves = zip(
+            (node for nodes in nodes_of for node in nodes), (row for block in rows for row in block), strict=True
+        )
+        share: Array = np.zeros(flat.shape[1], flat.dtype)
+        share[mine.start : mine.stop] = _tree_of_nodes(list(leaves))
+        return share.reshape(nodes.shape[1:])
+
+    def gather_tiles(self, values: Array, axis: int, tag: str) -> Array:
+        """Return the values of all tiles along ``axis``, in their order, from those of this rank's. Collective."""
+        order = [number for rank in range(self.group.size) for number in _tiles_of(self.cut, rank)]
+        sizes = [len(_tiles_of(self.cut, rank)) for rank in range(self.group.size)]
+        found = self.group.all_gather(np.ascontiguousarray(values), axis, sizes, tag)
+        return np.take(found, np.argsort(order), axis)
+
+
+def _joined(x: Array, pieces: Sequence[Any]) -> Array:
+    """Return pieces of a field, one after the other, as a flat array."""
+    return np.concatenate([x[:0].reshape(-1), *(x[piece].reshape(-1) for piece in pieces)])
+
+
+def _tree_of_nodes(leaves: list[tuple[TreeNode, Array]]) -> Array:
+    """Return the value of the root, given those of nodes that together have all leaves."""
+    total = sum(1 << node.level for node, _ in leaves)
+    ((_, program),) = merge(((node, (row,)) for row, (node, _) in enumerate(leaves)), total)
+    stack: list[Array] = []
+    for v in program:
+        if v >= 0:
+            stack.append(leaves[v][1])
+        elif v == -1:
+            right = stack.pop()
+            stack[-1] = stack[-1] + right
+        else:
+            stack[-1] = stack[-1] + leaves[-2 - v][1]
+    return stack[0]
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of(cut: Cut, rank: int) -> list[int]:
+    """Return the numbers of a rank's tiles, in order."""
+    total = sum(1 << node.level for other in range(cut.size) for node in cut.nodes(other))
+    return [number for node in cut.nodes(rank) for number in node.leaves(total)]
+
+
+@lru_cache(maxsize=1024)
+def _own_boxes(cut: Cut, extents: tuple[int, ...], rank: int) -> tuple[Array, ...]:
+    tiles, origin = tile_boxes(extents), cut.box(extents, rank)
+    missing = [(0, 1)] * (3 - len(extents))
+
+    def own(box: Box) -> list[tuple[int, int]]:
+        pairs = ((part.start - at.start, part.stop - at.start) for part, at in zip(box, origin, strict=True))
+        return [*missing, *pairs]
+
+    found = [np.array([own(tiles[n]) for n in node.leaves(len(tiles))], np.int64) for node in cut.nodes(rank)]
+    for boxes in found:
+        boxes.setflags(write=False)
+    return tuple(found)
+
+
+class HaloPlan(NamedTuple):
+    """Plan which positions of a field a rank copies, sends and receives.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Extents of what the rank wants.
+    own : list of (index, index)
+        Its own positions: where they are, and where they go.
+    sent : list of list of index
+        For each rank, the positions that it gets.
+    received : list of list of (index, int)
+        For each rank, where the positions go that it sends, and how many they are.
+    complete : bool
+        Whether all wanted positions are in the field.
+    nothing : bool
+        Whether the rank wants what it has, and so do all others.
+    """
+
+    shape: tuple[int, ...]
+    own: list[tuple[Any, Any]]
+    sent: list[list[Any]]
+    received: list[list[tuple[Any, int]]]
+    complete: bool
+    nothing: bool
+
+
+@lru_cache(maxsize=1024)
+def _transfer(
+    cut: Cut, target: Cut, extents: tuple[int, ...], wanted: Wanted, modes: tuple[str, ...], rank: int
+) -> HaloPlan:
+    """Plan an exchange of a field cut by ``cut``; see :meth:`Space.fetch`."""
+    starts = cut.starts(extents)
+    found = [
+        [axis_pieces(edges, low, high, mode) for low, high in axis]
+        for edges, axis, mode in zip(starts, wanted, modes, strict=True)
+    ]
+    nothing = cut == target and all(
+        axis == tuple(zip(edges[:-1], edges[1:], strict=True)) for edges, axis in zip(starts, wanted, strict=True)
+    )
+    numbers = {cut.coordinates(other): other for other in range(cut.size)}
+
+    def pieces(of: int) -> list[tuple[int, Any, Any, int]]:
+        """Return for each piece that a rank wants: the rank that has it, where it is there, where it goes, its size."""
+        by_axis = [axis[i] for axis, i in zip(found, target.coordinates(of), strict=True)]
+        return [
+            (
+                numbers[tuple(segment.part for segment in chosen)],
+                (slice(None), *(_slice(*segment.source, segment.length) for segment in chosen)),
+                (slice(None), *(slice(segment.target, segment.target + segment.length) for segment in chosen)),
+                prod(segment.length for segment in chosen),
+            )
+            for chosen in product(*by_axis)
+        ]
+
+    mine = pieces(rank)
+    shape = tuple(
+        high - low for low, high in (axis[i] for axis, i in zip(wanted, target.coordinates(rank), strict=True))
+    )
+    return HaloPlan(
+        shape=shape,
+        own=[(source, target) for holder, source, target, _ in mine if holder == rank],
+        sent=[
+            [source for holder, source, _, _ in pieces(of) if holder == rank and of != rank] for of in range(cut.size)
+        ],
+        received=[
+            [(target, count) for holder, _, target, count in mine if holder == other and other != rank]
+            for other in range(cut.size)
+        ],
+        complete=sum(count for *_, count in mine) == prod(shape),
+        nothing=nothing,
+    )
+
+
+def _slice(first: int, step: int, count: int) -> slice:
+    """Return the slice of ``count`` positions from ``first`` on, upwards or downwards."""
+    stop = first + step * count
+    return slice(first, stop if stop >= 0 else None, step)
+
+
+def _written(box: Box) -> str:
+    return " x ".join(f"{part.start}:{part.stop}" for part in box)

@@ -1,0 +1,178 @@
+"""``mpizero train`` and the commands beside it where a domain cuts the space of fields; ranks are threads."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import h5py
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.errors import ConfigError
+from mpizero.testing import run_in_threads
+
+FIELDS = """
+[model]
+name = "unet"
+width = 4
+groups = 2
+levels = 2
+dropout = 0.1
+[data]
+hdf5 = {path = "fields.h5", x = "x", y = "y"}
+validation = 0.25
+[train]
+steps = 4
+global_batch = 6
+micro_batch = 2
+validate_every = 2
+validate_ema = true
+ema = 0.5
+clip = 0.1
+"""
+
+
+@pytest.fixture
+def commands(on_threads):
+    x = np.random.default_rng(0).normal(size=(24, 13, 11, 2)).astype("f4")
+    y = np.roll(x, 1, axis=1)
+    with h5py.File(on_threads.folder / "fields.h5", "w") as file:
+        file.create_dataset("x", data=x, chunks=(1, 4, 4, 2))
+        file["y"] = y
+    for name, values in (("x", x), ("y", y), ("mask", (x > 0).sum(-1))):
+        np.save(on_threads.folder / f"{name}.npy", values)
+    (on_threads.folder / "fields.toml").write_text(FIELDS)
+    return on_threads
+
+
+def lines(commands):
+    keys = ("step", "loss", "validation_loss", "accuracy", "gradient_norm")
+    return [{key: line.get(key) for key in keys} for line in commands.metrics()]
+
+
+CLASSES = FIELDS.replace(
+    'hdf5 = {path = "fields.h5", x = "x", y = "y"}', 'arrays = {x = "x.npy", y = "mask.npy"}'
+).replace("[data]", 'task = "classification"\n[data]')
+FULL_BATCHES = (
+    re.sub("(dropout|global_batch|validate_ema|ema|clip) = .*\n", "", FIELDS) + '[optimizer]\nname = "l-bfgs"\n'
+)
+
+
+@pytest.mark.parametrize("text", [FIELDS, CLASSES, FULL_BATCHES], ids=["hdf5", "classes in arrays", "full batches"])
+def test_domains_train_with_the_bits_of_one_process(commands, text):
+    (commands.folder / "fields.toml").write_text(text)
+    alone = commands.run(1, "train", "fields.toml")
+    assert alone.status == 0, alone.err
+    expected = lines(commands)
+    assert expected[-1]["validation_loss"] is not None
+    for ranks, *settings in ((2, "domain=[2,1]"), (4, "domain=[2,2]", "strategy=zero3"), (4, "domain=[1,2]")):
+        together = commands.run(ranks, "train", "fields.toml", *(f"parallel.{one}" for one in settings))
+        assert together.status == 0, together.err
+        assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
+        assert lines(commands) == expected
+        assert f"domain {settings[0][8]} x {settings[0][10]}" in together.err
+
+
+def test_a_run_is_resumed_with_another_domain_and_told_of(commands):
+    whole = commands.run(1, "train", "fields.toml", "train.steps=6")
+    first = commands.run(4, "train", "fields.toml", "parallel.domain=[2,2]", "parallel.pipeline=1")
+    assert first.status == 0, first.err
+    events = (commands.folder / "run/events.jsonl").read_text().splitlines()
+    (start,) = (json.loads(line) for line in events if '"kind": "start"' in line)
+    assert start["layout"]["domain"] == first.result["layout"]["domain"] == [2, 2]
+    assert start["coordinates"]["context"] == [0, 1, 2, 3]
+    for ranks, domain, steps in ((2, "[1,2]", 5), (1, "[]", 6)):
+        settings = (f"parallel.domain={domain}", f"train.steps={steps}")
+        resumed = commands.run(ranks, "train", "fields.toml", *settings, flags=["--resume"])
+        assert resumed.status == 0, resumed.err
+    assert resumed.result["parameters_sha256"] == whole.result["parameters_sha256"]
+    assert commands(1, "report", "run").status == 0
+    page = (commands.folder / "run/report.html").read_text()
+    assert "boxes of space (2 x 2)" in page
+    assert commands(1, "watch", "run", "--once").status == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "why"),
+    [
+        (
+            2,
+            ["parallel.domain=[2,2]"],
+            r"parallel.domain = \[2, 2\]: does not fit this job: 2 ranks are not a multiple",
+        ),
+        (2, ["parallel.domain=[2]"], r'must have 2 numbers: model.name = "unet" has fields of 2 axes of space'),
+        (4, ["parallel.domain=[2,1]", "parallel.tensor=2"], "parallel.tensor = 2: must be 1 with parallel.domain"),
+        (4, ["parallel.domain=[2,1]", "parallel.context=2"], "parallel.context = 2: must be 1 with parallel.domain"),
+        (2, ["parallel.domain=[2,1]", 'train.wire="bfloat16"'], r"cannot be used with parallel.domain = \[2, 1\]"),
+        (9, ["parallel.domain=[9,1]"], "at most as many parts as it has tiles"),
+    ],
+)
+def test_domains_that_do_not_fit_are_refused_in_one_line(commands, ranks, settings, why):
+    refused = commands.run(ranks, "train", "fields.toml", *settings)
+    assert refused.status
+    assert re.search(why, refused.err), refused.err
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_models_without_space_take_no_domain(commands, name):
+    data = 'text = "text.txt"' if name == "gpt" else 'arrays = {x = "x.npy", y = "y.npy"}'
+    (commands.folder / "other.toml").write_text(f'[model]\nname = "{name}"\n[data]\n{data}\n[parallel]\ndomain = [2]\n')
+    refused = commands(2, "train", "other.toml")
+    assert f'parallel.domain = [2]: must be left out: model.name = "{name}" has no space to cut' in refused.err
+
+
+def test_verify_compares_domains(commands):
+    compared = commands(1, "verify", "fields.toml", "--steps", "1", "--layouts", "domain=2x1; pipeline=2, domain=1x2")
+    assert compared.status == 0, compared.err
+    assert "zero2*2, domain=2x1 " in compared.out
+    assert "zero2*4, pipeline=2, domain=1x2, schedule=1f1b " in compared.out
+    refused = commands(1, "verify", "fields.toml", "--layouts", "domain=2x1x1")
+    assert "must have 2 numbers" in refused.err
+
+
+def test_the_samples_of_a_skipped_step_are_kept_whole_and_replayed(commands):
+    y = np.load(commands.folder / "y.npy")
+    y[:, 9, 8] = np.inf
+    np.save(commands.folder / "y.npy", y)
+    text = FIELDS.replace('hdf5 = {path = "fields.h5", x = "x", y = "y"}', 'arrays = {x = "x.npy", y = "y.npy"}')
+    (commands.folder / "fields.toml").write_text(text.replace("validate_every = 2", "validate_every = 0"))
+    kept = []
+    for ranks, domain in ((1, "[]"), (4, "[2,2]")):
+        settings = (f"parallel.domain={domain}", "train.steps=1", "train.validate_ema=false", "train.ema=0.5")
+        outcome = commands.run(ranks, "train", "fields.toml", *settings)
+        assert "see: mpizero replay" in outcome.err, outcome.err
+        with np.load(commands.folder / "run/bad_steps/step_00000001/grain_00000.npz") as file:
+            kept.append({name: file[name] for name in file})
+    assert kept[0].keys() == kept[1].keys()
+    for name, values in kept[0].items():
+        np.testing.assert_array_equal(kept[1][name], values, name)
+    replayed = commands(1, "replay", "run/bad_steps/step_00000001")
+    assert "not finite" in replayed.out, (replayed.out, replayed.err)
+
+
+def test_metrics_of_the_user_would_see_parts_of_fields_and_are_refused(tmp_path):
+    source = mz.data.ArraySource(np.ones((4, 8, 8, 1), "f4"), np.ones((4, 8, 8, 1), "f4"))
+    net = mz.nn.UNet(1, 1, 2, width=4, levels=2, groups=2, space=(8, 8))
+
+    def work(comm):
+        with mz.Mesh(comm, domain=(2, 1)) as mesh:
+            given = {"mesh": mesh, "optimizer": mz.Adam(0.01), "steps": 1, "global_batch": 3, "run": tmp_path / "run"}
+            with pytest.raises(ConfigError, match=r"with domain=\(2, 1\) a function would get a rank's part"):
+                mz.Trainer(net, source, **given, metrics={"error": lambda model, batch: (0.0, 1.0)})
+            with mz.Trainer(net, source, **given, validation=0.25, validate_every=1, progress=False) as trainer:
+                assert trainer.fit().layout["domain"] == [2, 1]
+
+    run_in_threads(2, work)
+
+
+@pytest.mark.slow
+def test_a_job_of_mpiexec_has_the_bits_of_one_process(commands, mpizero):
+    """As above, where ranks are processes."""
+    outcomes = [
+        mpizero.run(ranks, "train", "fields.toml", f"parallel.domain={domain}")
+        for ranks, domain in ((1, "[]"), (2, "[2,1]"), (4, "[2,2]"))
+    ]
+    assert [one.status for one in outcomes] == [0, 0, 0], outcomes
+    assert len({one.result["parameters_sha256"] for one in outcomes}) == 1
