@@ -48,6 +48,7 @@ from mpizero.errors import (
     CheckpointVersionError,
     CollectiveError,
     ConfigError,
+    DataError,
     MpizeroError,
     PeerFailure,
     RemoteError,
@@ -62,6 +63,7 @@ _KINDS: dict[str, type[MpizeroError]] = {
     "version": CheckpointVersionError,
     "checkpoint": CheckpointError,
     "config": ConfigError,
+    "data": DataError,
     "foreign": RemoteError,
 }
 
@@ -82,8 +84,8 @@ def portable_error(error: Exception) -> PortableError:
     if isinstance(error, CheckpointError):
         kind = next((kind for kind, known in _KINDS.items() if type(error) is known), "checkpoint")
         return PortableError(kind, getattr(error, "errno", 0) or 0, str(error))
-    if isinstance(error, ConfigError):
-        return PortableError("config", 0, str(error))
+    if isinstance(error, ConfigError | DataError):
+        return PortableError("config" if isinstance(error, ConfigError) else "data", 0, str(error))
     if isinstance(error, OSError):
         reason = os.strerror(error.errno) if error.errno else str(error)
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
@@ -128,8 +130,8 @@ def raise_first(errors: Sequence[PortableError | None], prefix: str, local_error
     """Raise the error of the lowest rank that has an error; do nothing if no rank has one.
 
     ``errors`` holds the error of each rank, gathered from all ranks. ``local_error`` is the exception of this rank. The
-    message begins with ``prefix``. If ``local_error`` is an unexpected error (neither about files, checkpoints nor
-    configuration), this rank raises it itself, with its traceback. Not collective.
+    message begins with ``prefix``. If ``local_error`` is an unexpected error (neither about files, checkpoints, data
+    nor configuration), this rank raises it itself, with its traceback. Not collective.
     """
     for rank, error in enumerate(errors):
         if error is None:
@@ -147,8 +149,8 @@ def agreed(comm: Communicator, prefix: str) -> Iterator[None]:
     Collective over ``comm``. The message consists of ``prefix``, the failing rank and the reason. The other ranks raise
     the same class of error, whereas ``comm.agreement.all_ranks`` raises ``RemoteError`` there. So a program that loads
     a missing file can catch ``FileNotFoundError`` on every rank. An unexpected error, which is neither about files,
-    checkpoints nor configuration, is raised with its traceback on the rank where it occurred, and as ``RemoteError`` on
-    other ranks.
+    checkpoints, data nor configuration, is raised with its traceback on the rank where it occurred, and as
+    ``RemoteError`` on other ranks.
     """
     with CapturedError() as captured:
         yield
@@ -206,10 +208,28 @@ class LockedFolder:
         return os.path.join(self.path, STATE_NAME)
 
 
-def create_locked_folder(target: str, replace: bool) -> LockedFolder:
+def _check_target(target: str, replace: bool) -> None:
+    if not os.path.lexists(target):
+        return
+    if not os.path.isdir(target):
+        raise CheckpointError("exists and is not a folder: choose another name")
+    with os.scandir(target) as entries:
+        names = {entry.name for entry in entries}
+    if not names:
+        return  # rename takes the place of an empty folder
+    if not names <= {MANIFEST_NAME, STATE_NAME}:
+        raise CheckpointError("is a folder with other files in it, so it is not replaced: choose another name")
+    if not replace:
+        raise CheckpointError("exists already and is never overwritten: choose another folder, or resume from it")
+
+
+def create_locked_folder(
+    target: str, replace: bool, check_target: Callable[[str, bool], None] = _check_target
+) -> LockedFolder:
     """Check that ``target`` may be written, remove leftovers of killed saves, and make a locked temporary folder.
 
-    Not collective: rank 0 only.
+    ``check_target(target, replace)`` raises an error if what is at ``target`` may not be replaced. Not collective: rank
+    0 only.
 
     Raises
     ------
@@ -223,7 +243,7 @@ def create_locked_folder(target: str, replace: bool) -> LockedFolder:
         raise CheckpointError("the root folder cannot be a checkpoint")
     make_folders(parent)
     remove_leftovers(parent, name)
-    _check_target(target, replace)
+    check_target(target, replace)
     path = _make_temporary(os.path.join(parent, f"{TEMPORARY}{name}.{_host_and_process()}"))
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -250,21 +270,6 @@ def _make_temporary(path: str) -> str:
             os.mkdir(name)
             return name
         number += 1
-
-
-def _check_target(target: str, replace: bool) -> None:
-    if not os.path.lexists(target):
-        return
-    if not os.path.isdir(target):
-        raise CheckpointError("exists and is not a folder: choose another name")
-    with os.scandir(target) as entries:
-        names = {entry.name for entry in entries}
-    if not names:
-        return  # rename takes the place of an empty folder
-    if not names <= {MANIFEST_NAME, STATE_NAME}:
-        raise CheckpointError("is a folder with other files in it, so it is not replaced: choose another name")
-    if not replace:
-        raise CheckpointError("exists already and is never overwritten: choose another folder, or resume from it")
 
 
 def fill_file(path: str, skeleton: Skeleton) -> None:

@@ -37,5 +37,6 @@ if TYPE_CHECKING:
     from mpizero.data.source import TransformedSource as TransformedSource
     from mpizero.data.source import digits as digits
     from mpizero.data.source import sample_order as sample_order
+    from mpizero.data.writing import write_fields as write_fields
 else:  # a checker of types would take any name for known
     __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,243 @@
+"""Write arrays of which each rank has a part, such as predictions of cut fields, into one HDF5 file, in parallel.
+
+The file is laid out and written as a checkpoint's is: rank 0 makes it without values, beside its target, and every rank
+writes into it by system calls, so any build of h5py will do. The ranks of a domain first exchange their boxes, so that
+each of them has a range of successive elements to write, not one for every line of its box.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpizero._util.checks import home_path, native, unmasked_samples
+from mpizero._util.names import explains, fault_of, nested_in, shown
+from mpizero.checkpoint.atomic_folder import (
+    CapturedError,
+    create_locked_folder,
+    discard,
+    fill_file,
+    on_root,
+    raise_first,
+    store_directly,
+    sync_folder,
+)
+from mpizero.checkpoint.format import DTYPES, LocalArray, build
+from mpizero.data.batches import ranks_of, slab_of
+from mpizero.data.source import Path, Slab
+from mpizero.errors import ConfigError, DataError
+from mpizero.layout.fields import Box
+from mpizero.layout.flat import Partition
+from mpizero.types import Array
+
+#: Bytes of an array that a rank exchanges and writes at a time, or those of one sample if they are more.
+CHUNK = 64 * 1024 * 1024
+
+
+@explains
+def write_fields(
+    path: Path,
+    fields: Mapping[str, Any],
+    ranks: Any,
+    shape: Sequence[int] = (),
+    *,
+    attributes: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write fields, of which each rank has a part, into one HDF5 file, as data sets of whole fields.
+
+    Collective over the ranks. The file appears when it is complete: it is written in a hidden folder beside ``path``
+    and then renamed, so if a rank fails, all ranks raise, and what was at ``path`` is still there. The data sets do
+    not depend on the cut. Samples of replicas stand one after the other, as in a global batch: those of ranks whose
+    coordinate on the axis ``data`` is 0, then those of 1; a replica may have none, ``part[:0]``. Of ranks with the same
+    part (stages, tensor groups) the first writes.
+
+    Parameters
+    ----------
+    path : path
+        The file; that of rank 0 is used. Missing folders are made.
+    fields : dict of str to array
+        By name of the data set, this rank's part (samples, space, ...) of an array: floats, complex numbers or
+        integers of 16 (integers of 8) to 64 bits. An array with fewer axes than samples and space, such as times
+        (samples,), is not cut: the first rank of a domain writes it.
+    ranks : sharded model or Mesh
+        The ranks.
+    shape : sequence of int
+        Extents of the whole fields, which were given to ``mesh.slab``; () without a domain.
+    attributes : dict, optional
+        Attributes of the file, such as ``{"channels": ["u", "v"]}``; those of rank 0 are used.
+    overwrite : bool
+        Whether an existing file is replaced; that of rank 0 is used.
+
+    Raises
+    ------
+    DataError
+        On all ranks, if an array is not the rank's part of a field of ``shape``, or the ranks give other names, types,
+        channels or, within a domain, other numbers of samples.
+    ConfigError
+        On all ranks, if ``path`` exists and may not be replaced, or ``shape`` does not fit the domain.
+    CheckpointError
+        On all ranks, if a file cannot be written (an ``OSError``, too, with ``errno``), or another job writes it.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> import h5py
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> whole = np.arange(96.0).reshape(2, 8, 6, 1)
+    >>> def write(comm):
+    ...     with mz.Mesh(comm, domain=(2, 1)) as mesh:
+    ...         part = whole[:, *mesh.slab((8, 6))]
+    ...         mz.data.write_fields(f"{folder}/u.h5", {"u": part}, mesh, (8, 6), attributes={"units": "m/s"})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = mz.testing.run_in_threads(2, write)
+    ...     with h5py.File(f"{folder}/u.h5") as file:
+    ...         print(file["u"].shape, file.attrs["units"], np.array_equal(file["u"], whole))
+    (2, 8, 6, 1) m/s True
+    """
+    comm, slab, extents = ranks_of(ranks, None)[0], slab_of(ranks), tuple(shape)
+    mesh = getattr(ranks, "mesh", ranks)
+    target, arrays = str(path), dict[str, Array]()
+    with CapturedError() as captured:
+        target = os.path.realpath(home_path(path))
+        arrays = _arrays(fields, slab, extents)
+    given = {name: _Given(array.dtype.str, len(array), _form(array, slab, extents)) for name, array in arrays.items()}
+    gathered = comm.allgather_object((target, captured.portable, given), "fields")
+    target, prefix = gathered[0][0], f"{gathered[0][0]} was not written"
+    raise_first([error for _, error, _ in gathered], prefix, captured.error)
+    at = [mesh.axes.coordinates(rank) for rank in range(comm.size)]
+    firsts = [next(rank for rank in range(comm.size) if at[rank].data == replica) for replica in range(mesh.axes.data)]
+    parts, here = [part for _, _, part in gathered], at[comm.rank]
+    _compare(parts, [firsts[place.data] for place in at], prefix)
+    counts = {name: [parts[first][name].samples for first in firsts] for name in sorted(given)}
+    table = {name: ((sum(counts[name]), *given[name].form), np.dtype(given[name].dtype)) for name in counts}
+    group = mesh.grid.context_group if slab.cut is not None else None
+    with ExitStack() as stack:
+
+        def make() -> tuple[str, dict[str, int]]:
+            folder = create_locked_folder(target, overwrite, _check_target)
+            stack.callback(discard, folder)
+            skeleton = build(table, root_attributes=attributes or {})
+            fill_file(folder.state, skeleton)
+            return folder.state, skeleton.offsets
+
+        def publish() -> None:
+            _check_target(target, overwrite)
+            os.replace(state, target)
+            sync_folder(os.path.dirname(target))
+
+        state, offsets = on_root(comm, prefix, make)
+        for name, (whole, dtype) in table.items():
+            size, before = prod(whole[1:]), sum(counts[name][: here.data])
+            step = max(1, CHUNK * (slab.cut.size if slab.cut else 1) // max(1, size * dtype.itemsize))
+            box = slab.where(whole[1:])
+            for start in range(0, max(counts[name]), step):
+                part, pieces = arrays[name][start : start + step], list[tuple[int, Array]]()
+                if not (here.pipeline or here.tensor or (here.context and not box)):
+                    first, values = _successive(part, slab, extents, group) if box else (0, part.reshape(-1))
+                    pieces.append(((before + start) * size + first, values))
+                store_directly(comm, state, [LocalArray(name, whole, dtype, tuple(pieces))], offsets, prefix)
+        on_root(comm, prefix, publish)
+
+
+class _Given(NamedTuple):
+    """Describe an array that a rank gives: its type, its number of samples, and the shape of a whole sample."""
+
+    dtype: str
+    samples: int
+    form: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Return the description for errors."""
+        return f"{self.samples} samples of {self.form}, {np.dtype(self.dtype)}"
+
+
+def _arrays(fields: Any, slab: Slab, extents: tuple[int, ...]) -> dict[str, Array]:
+    """Return contiguous arrays; raise an error if one cannot be stored, or is not this rank's part."""
+    axes = len(slab.cut.parts) if slab.cut else 0
+    if len(extents) != axes:
+        raise ConfigError(f"shape={extents}: expected the extents of the whole fields on {axes} axes of space")
+    if not isinstance(fields, Mapping) or not fields:
+        raise DataError(f"fields={fields!r:.80}: expected a dictionary of arrays by name, {{'name': part}}")
+    if conflict := nested_in(list(fields)):
+        raise DataError(f"{conflict[0]!r} cannot also be the group of {conflict[1]!r}")
+    arrays = {}
+    for name, value in fields.items():
+        if fault := fault_of(name):
+            raise DataError(f"the name {shown(name)} is not allowed: it {fault}")
+        array = arrays[name] = np.ascontiguousarray(native(np.asarray(unmasked_samples(value, repr(name)))))
+        if np.ndim(value) == 0 or array.dtype.str not in DTYPES:
+            raise DataError(
+                f"{name!r} is {array.dtype} of shape {np.shape(value)}: expected samples on the first axis, of a type "
+                f"among {', '.join(DTYPES)}; convert it, such as part.astype('u1') of booleans"
+            )
+        if (box := slab.where(_form(array, slab, extents))) and array.shape[1 : 1 + axes] != _sizes(box):
+            raise DataError(
+                f"{name!r} has {array.shape[1 : 1 + axes]} positions; this rank's part of {extents} has {_sizes(box)}: "
+                f"give the part, [:, *mesh.slab({extents})], and as shape the extents of the whole field"
+            )
+    return arrays
+
+
+def _form(array: Array, slab: Slab, extents: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a sample of the whole array."""
+    return (*extents, *array.shape[1 + len(extents) :]) if array.ndim > len(extents) else array.shape[1:]
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in box)
+
+
+def _compare(parts: Sequence[Mapping[str, _Given]], firsts: Sequence[int], prefix: str) -> None:
+    """Raise DataError if a rank's arrays are not like those of rank 0, or have not the samples of its replica."""
+    for rank, (given, first) in enumerate(zip(parts, firsts, strict=True)):
+        if given.keys() != parts[0].keys():
+            raise DataError(
+                f"{prefix}: rank {rank} gives {sorted(given)}, rank 0 {sorted(parts[0])}: give the same names on all "
+                "ranks"
+            )
+        for name, array in given.items():
+            expected = parts[0][name]._replace(samples=parts[first][name].samples)
+            if array != expected:
+                raise DataError(
+                    f"{prefix}: rank {rank} gives {name!r} as {array}, where other ranks give {expected}: give the "
+                    "same type and shape on all ranks, and within a domain parts of the same samples"
+                )
+
+
+def _successive(x: Array, slab: Slab, extents: tuple[int, ...], group: Any) -> tuple[int, Array]:
+    """Return a range of the elements of whole samples, as its first and their values, from the parts of all ranks.
+
+    Collective over the domain group. A range consists of whole rows, positions of the first axis of space.
+    """
+    boxes = [Slab(slab.cut, rank).where(extents) for rank in range(group.size)]
+    rows = [np.add.outer(np.arange(len(x)) * extents[0], np.arange(extents[0])[box[0]]).reshape(-1) for box in boxes]
+    shards = [Partition(len(x) * extents[0], group.size).shard(rank) for rank in range(group.size)]
+    own, shard = rows[group.rank], shards[group.rank]
+    flat = x.reshape(len(own), *x.shape[2:])
+    sent = [flat[_between(own, other)].reshape(-1) for other in shards]
+    wanted = [numbers[_between(numbers, shard)] - shard.start for numbers in rows]
+    shapes = [(len(n), *_sizes(box[1:]), *x.shape[1 + len(box) :]) for n, box in zip(wanted, boxes, strict=True)]
+    out = np.empty((shard.stop - shard.start, *extents[1:], *x.shape[1 + len(extents) :]), x.dtype)
+    received = group.all_to_all(sent, [prod(sizes) for sizes in shapes], "fields")
+    for numbers, box, sizes, block in zip(wanted, boxes, shapes, received, strict=True):
+        out[(numbers, *box[1:])] = block.reshape(sizes)
+    return shard.start * prod(out.shape[1:]), out.reshape(-1)
+
+
+def _between(rows: Array, shard: slice) -> slice:
+    """Return which of the ascending numbers are in a range."""
+    return slice(*np.searchsorted(rows, (shard.start, shard.stop)).tolist())
+
+
+def _check_target(target: str, overwrite: bool) -> None:
+    if os.path.isdir(target):
+        raise ConfigError("is a folder: give the path of a file")
+    if os.path.lexists(target) and not overwrite:
+        raise ConfigError("exists already: choose another name, or give overwrite=True")
