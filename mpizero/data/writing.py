@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpizero._util.checks import home_path, native, unmasked_samples
+from mpizero._util.checks import home_path, is_whole, native, unmasked_samples
 from mpizero._util.names import explains, fault_of, nested_in, shown
 from mpizero.checkpoint.atomic_folder import (
     CapturedError,
@@ -101,11 +101,10 @@ def write_fields(
     ...         print(file["u"].shape, file.attrs["units"], np.array_equal(file["u"], whole))
     (2, 8, 6, 1) m/s True
     """
-    comm, slab, extents = ranks_of(ranks, None)[0], slab_of(ranks), tuple(shape)
-    mesh = getattr(ranks, "mesh", ranks)
-    target, arrays = str(path), dict[str, Array]()
+    comm, slab, mesh = ranks_of(ranks, None)[0], slab_of(ranks), getattr(ranks, "mesh", ranks)
+    target, extents, arrays = str(path), (), dict[str, Array]()
     with CapturedError() as captured:
-        target = os.path.realpath(home_path(path))
+        target, extents = os.path.realpath(home_path(path)), tuple(shape)
         arrays = _arrays(fields, slab, extents)
     given = {name: _Given(array.dtype.str, len(array), _form(array, slab, extents)) for name, array in arrays.items()}
     gathered = comm.allgather_object((target, captured.portable, given), "fields")
@@ -161,12 +160,10 @@ class _Given(NamedTuple):
 def _arrays(fields: Any, slab: Slab, extents: tuple[int, ...]) -> dict[str, Array]:
     """Return contiguous arrays; raise an error if one cannot be stored, or is not this rank's part."""
     axes = len(slab.cut.parts) if slab.cut else 0
-    if len(extents) != axes:
-        raise ConfigError(f"shape={extents}: expected the extents of the whole fields on {axes} axes of space")
+    if len(extents) != axes or not all(is_whole(extent, 1) for extent in extents):
+        raise ConfigError(f"shape={extents}: the domain has {axes} axes; give the extent of the whole fields on each")
     if not isinstance(fields, Mapping) or not fields:
         raise DataError(f"fields={fields!r:.80}: expected a dictionary of arrays by name, {{'name': part}}")
-    if conflict := nested_in(list(fields)):
-        raise DataError(f"{conflict[0]!r} cannot also be the group of {conflict[1]!r}")
     arrays = {}
     for name, value in fields.items():
         if fault := fault_of(name):
@@ -182,6 +179,8 @@ def _arrays(fields: Any, slab: Slab, extents: tuple[int, ...]) -> dict[str, Arra
                 f"{name!r} has {array.shape[1 : 1 + axes]} positions; this rank's part of {extents} has {_sizes(box)}: "
                 f"give the part, [:, *mesh.slab({extents})], and as shape the extents of the whole field"
             )
+    if conflict := nested_in(arrays):
+        raise DataError(f"{conflict[0]!r} cannot also be the group of {conflict[1]!r}")
     return arrays
 
 

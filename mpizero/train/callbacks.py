@@ -16,13 +16,17 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from mpizero._util.checks import require, whole
 from mpizero._util.names import nearest, shown
 from mpizero._util.pytree import map_arrays
 from mpizero.comm import Communicator
-from mpizero.comm.agreement import agree_on_call, raise_on_all, record_call
+from mpizero.comm.agreement import agree_on_call, all_ranks, raise_on_all, record_call
+from mpizero.data.batches import slab_of
 from mpizero.errors import ArgumentError, CollectiveError, ConfigError, StateError, UnsupportedError
 from mpizero.layout import Grains
+from mpizero.nn.layer import add_location
 from mpizero.sharding import StepReport
 from mpizero.types import Array
 
@@ -320,8 +324,9 @@ class CallbackRounds:
             self._running = ""
 
 
-#: Type of a metric: takes the model and samples ``(x, y)``, and returns a sum over them, and their weight.
-Metric = Callable[[Any, tuple[Any, Any]], tuple[float, float]]
+#: Type of a metric: takes the model and samples ``(x, y)``, and returns a sum over them and their weight, or two fields
+#: that are summed over samples, space and channels.
+Metric = Callable[[Any, tuple[Any, Any]], tuple[Any, Any]]
 #: Names in a step's line of metrics that no metric of the user may have.
 RESERVED = (
     "step",
@@ -379,6 +384,10 @@ class UserMetrics:
     ranks call a metric equally often, because it may call collective methods of the model, such as ``predict``. A rank
     with fewer grains than another calls the metric with the first grain again, and discards the result.
 
+    A metric may return two fields in place of two numbers. They are summed by spatial tiles
+    (:func:`mpizero.nn.domain_sum`), so the sums have the same bits on every cut of space. With a domain numbers are
+    refused: they would be sums over a rank's part, in an order that depends on the cut.
+
     Parameters
     ----------
     metrics : dict
@@ -390,6 +399,7 @@ class UserMetrics:
     def __init__(self, metrics: Mapping[str, Metric], model: Any) -> None:
         self._metrics, self._model = metrics, model
         self._sums: dict[str, list[tuple[float, float]]] = {name: [] for name in metrics}
+        self._domain = model._engine.partitioned.split.domain if math.prod(model.mesh.domain) > 1 else None
 
     def add(self, source: Any, part: Array, size: int, local_samples: tuple[Any, Any]) -> None:
         """Evaluate all metrics on the samples of ``source`` at the indices ``part``, and add the results to the sums.
@@ -402,22 +412,38 @@ class UserMetrics:
         group, grains = self._model.batch_group, Grains(len(part), size)
         local_grains = grains.assigned(group.rank, group.size)
         rounds = max(len(grains.assigned(rank, group.size)) for rank in range(group.size))
-        comm = self._model.mesh.communicator
+        comm, returned = self._model.mesh.communicator, list[tuple[str, tuple[Any, Any]]]()
         try:
-            spare: tuple[Any, Any] = (
-                local_samples if len(local_grains) == rounds else source.samples(part[grains.span(0)])
-            )
+            spare: tuple[Any, Any] = local_samples
+            if len(local_grains) < rounds:
+                spare = slab_of(self._model).samples(source, part[grains.span(0)])
             for number in range(rounds):
                 counts = number < len(local_grains)
                 batch = _part(local_samples, number * size, size) if counts else spare
                 for name, function in self._metrics.items():
-                    pair = _checked(name, function(self._model, batch))
+                    pair = _checked(name, function(self._model, batch), cut=bool(self._model.mesh.domain))
                     if counts:
-                        self._sums[name].append(pair)
+                        returned.append((name, pair))
         except Exception as error:  # the report about a mismatch then shows it
             agree_after(comm, "the metrics", error)
             raise
         agree_after(comm, "the metrics", None)
+        with all_ranks(comm, "the metrics"):
+            for name, pair in returned:
+                self._sums[name].append(self._summed(name, pair))
+
+    def _summed(self, name: str, pair: tuple[Any, Any]) -> tuple[float, float]:
+        """Return two numbers, or the sums of two fields over the whole field. Collective over the domain."""
+        if isinstance(pair[0], float):
+            return pair
+        from mpizero.nn.halos import domain_sum  # imported late: few metrics are of fields
+
+        try:
+            sums = domain_sum(pair, lambda *tiles: np.array([tile.sum() for tile in tiles]), group=self._domain)
+        except Exception as error:
+            add_location(error, "metric", name, self._metrics[name])
+            raise
+        return float(sums[0]), float(sums[1])
 
     def compute(self) -> dict[str, float | None]:
         """Return the value of every metric: its sum divided by its weight; None if the quotient is not finite.
@@ -452,14 +478,26 @@ def _part(samples: tuple[Any, Any], start: int, count: int) -> tuple[Any, Any]:
     return x, y
 
 
-def _checked(name: str, returned: Any) -> tuple[float, float]:
+#: What a metric returns, with a domain and without one.
+_EXPECTED = {
+    True: "two arrays (samples, space, channels) of the rank's part of the fields, the values and their weights, which "
+    "are summed over the whole fields (of a mean: values, np.ones_like(values))",
+    False: "two numbers, the sum over the samples of the batch and their weight (of a mean: the mean times the number "
+    "of samples, and that number)",
+}
+
+
+def _checked(name: str, returned: Any, *, cut: bool) -> tuple[Any, Any]:
+    """Return what a metric has returned, as two floats or two fields of float64; if fields are ``cut``, as fields."""
     pair: Any = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (None, None)
+    fields = [
+        value for value in pair if isinstance(value, np.ndarray) and value.ndim > 2 and value.dtype.kind in "biuf"
+    ]
+    if len(fields) == 2 and (fields[1] >= 0).all():
+        return fields[0].astype(np.float64), fields[1].astype(np.float64)
     numbers = [value.item() if getattr(value, "shape", None) == () else value for value in pair]
-    if not all(isinstance(value, Real) for value in numbers) or not float(numbers[1]) >= 0:
-        raise ConfigError(
-            f"metric {name!r} returned {returned!r:.80}: expected two numbers, the sum over the samples of the batch "
-            "and their weight (of a mean: the mean times the number of samples, and that number)"
-        )
+    if cut or not all(isinstance(value, Real) for value in numbers) or not float(numbers[1]) >= 0:
+        raise ConfigError(f"metric {name!r} returned {returned!r:.80}: expected {_EXPECTED[cut]}")
     return float(numbers[0]), float(numbers[1])
 
 

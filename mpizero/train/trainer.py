@@ -199,11 +199,6 @@ class TrainerArguments:
             loop = self._with_batch(loop, source)
             check_validation(loop, checkpoints, validation, config.ema)
             metrics, callbacks = check_metrics(self.metrics or {}), check_callbacks(self.callbacks or ())
-            if metrics and mesh.domain:
-                raise ConfigError(
-                    f"Trainer: metrics={list(metrics)}: with domain={mesh.domain} a function would get a rank's part "
-                    "of the fields, not whole ones: leave metrics out; validation_loss is that of whole fields"
-                )
             require("Trainer: progress", self.progress, flag)
             fingerprint = source.fingerprint if isinstance(source, OnlineSource) else data_fingerprint(source)
             validation_fingerprint = "" if validation is None else data_fingerprint(validation)
@@ -402,7 +397,9 @@ class Trainer:
         The validation samples, or a fraction of ``source`` to hold back for validation; None or 0 does not validate.
     metrics : dict
         Functions by name. A function is called with the sharded model and samples ``(x, y)``, and returns a sum over
-        the samples, and a weight. The metric is the sum over all validation samples divided by their total weight.
+        the samples, and a weight. The metric is the sum over all validation samples divided by their total weight. In
+        place of numbers it may return two arrays (samples, space, channels), which are summed with the same bits on
+        every cut of space; with a domain it must, and gets and returns this rank's part of fields.
     callbacks : list
         Objects whose methods are called during the run, see :class:`Callback`.
     run : path

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ConfigError
+from mpizero.errors import ConfigError, DataError, RemoteError
 from mpizero.testing import run_in_threads
 
 FIELDS = """
@@ -152,19 +152,71 @@ def test_the_samples_of_a_skipped_step_are_kept_whole_and_replayed(commands):
     assert "not finite" in replayed.out, (replayed.out, replayed.err)
 
 
-def test_metrics_of_the_user_would_see_parts_of_fields_and_are_refused(tmp_path):
-    source = mz.data.ArraySource(np.ones((4, 8, 8, 1), "f4"), np.ones((4, 8, 8, 1), "f4"))
-    net = mz.nn.UNet(1, 1, 2, width=4, levels=2, groups=2, space=(8, 8))
+def error(model, batch):
+    """The absolute error, and its weight: the mean over all positions."""
+    errors = np.abs(model.predict(batch[0]) - batch[1])
+    return errors, np.ones_like(errors)
 
+
+def hits(model, batch):
+    """Where the sign is right, of values that are far from zero; a weight for all channels."""
+    return (model.predict(batch[0]) > 0) == (batch[1] > 0), np.abs(batch[1]).min(axis=-1, keepdims=True) > 0.1
+
+
+def validated(comm, cut, folder, metrics, space=(13, 11)):
+    """The validations of a run, and the error and hits that NumPy computes of the last model and whole fields."""
+    x = np.random.default_rng(0).normal(size=(14, *space, 2)).astype("f4")
+    source, held_back = (mz.data.ArraySource(part, np.roll(part, 1, axis=1)) for part in (x[:7], x[7:]))
+    given = {"optimizer": mz.Adam(0.01), "steps": 2, "global_batch": 6, "run": folder, "validation": held_back}
+    net = mz.nn.UNet(2, 2, len(space), width=4, levels=2, groups=2, space=space)
+    with (
+        mz.Mesh(comm, domain=cut) as mesh,
+        mz.Trainer(
+            net, source, mesh=mesh, config=mz.Config(micro_batch=2), **given, validate_every=1, progress=False,
+            metrics=metrics,
+        ) as trainer,
+    ):  # fmt: skip
+        validations = trainer.fit().validations
+        if cut:
+            return validations, ()
+        wrong, weight = error(trainer.model, held_back.samples(range(7)))
+        right, counts = hits(trainer.model, held_back.samples(range(7)))
+        return validations, (wrong.sum(dtype="f8") / weight.sum(), right.sum() / counts.sum())
+
+
+@pytest.mark.parametrize(
+    ("space", "layouts"),
+    [((13, 11), [(1, (1, 1)), (2, (2, 1)), (4, (2, 2)), (6, (1, 2))]), ((9, 6, 7), [(8, (2, 2, 2)), (2, (1, 1, 2))])],
+)
+def test_metrics_of_fields_are_those_of_whole_fields_with_the_same_bits_on_every_cut(tmp_path, space, layouts):
+    metrics = {"error": error, "hits": hits}
+    alone, expected = validated("self", (), tmp_path, metrics, space)
+    np.testing.assert_allclose([alone[-1]["error"], alone[-1]["hits"]], expected, rtol=1e-12)
+    for ranks, cut in layouts:
+        for found, _ in run_in_threads(ranks, lambda comm, cut=cut: validated(comm, cut, tmp_path, metrics, space)):
+            assert found == alone
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind", "told"),
+    [
+        (lambda rank, part: (1.0, 1), ConfigError, "metric 'own' returned (1.0, 1): expected two arrays"),
+        (lambda rank, part: (part, -part), ConfigError, "metric 'own' returned (array("),
+        (lambda rank, part: (part[:, rank:],) * 2, DataError, "metric 'own', domain_sum: rank 0 of the domain 2"),
+        (lambda rank, part: (part, part[:, 1:]), DataError, "metric 'own', domain_sum: takes fields of the same"),
+        (lambda rank, part: ((part, part), (1.0, 1))[rank], ConfigError, "expected two arrays"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_does_not_return_the_rank_s_part_of_fields_ends_all_ranks(tmp_path, metric, kind, told):
     def work(comm):
-        with mz.Mesh(comm, domain=(2, 1)) as mesh:
-            given = {"mesh": mesh, "optimizer": mz.Adam(0.01), "steps": 1, "global_batch": 3, "run": tmp_path / "run"}
-            with pytest.raises(ConfigError, match=r"with domain=\(2, 1\) a function would get a rank's part"):
-                mz.Trainer(net, source, **given, metrics={"error": lambda model, batch: (0.0, 1.0)})
-            with mz.Trainer(net, source, **given, validation=0.25, validate_every=1, progress=False) as trainer:
-                assert trainer.fit().layout["domain"] == [2, 1]
+        own = {"own": lambda model, batch: metric(comm.rank, np.ones_like(batch[1]))}
+        with pytest.raises((kind, RemoteError)) as caught:
+            validated(comm, (2, 1), tmp_path, own)
+        return caught.value
 
-    run_in_threads(2, work)
+    errors = run_in_threads(2, work)
+    assert any(isinstance(error, kind) for error in errors)
+    assert all(told in str(error) for error in errors)
 
 
 @pytest.mark.slow
