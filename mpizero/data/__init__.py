@@ -1,4 +1,4 @@
-"""Provide sources of samples, their split into training and validation data, and global batches.
+"""Provide sources of samples, their split into training and validation data, and global batches; write fields.
 
 The samples of a global batch do not depend on the number of ranks.
 """

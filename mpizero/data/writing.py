@@ -11,12 +11,12 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpizero._util.checks import home_path, is_whole, native, unmasked_samples
-from mpizero._util.names import explains, fault_of, nested_in, shown
+from mpizero._util.names import explains, shown
 from mpizero.checkpoint.atomic_folder import (
     CapturedError,
     create_locked_folder,
@@ -27,7 +27,7 @@ from mpizero.checkpoint.atomic_folder import (
     store_directly,
     sync_folder,
 )
-from mpizero.checkpoint.format import DTYPES, LocalArray, build
+from mpizero.checkpoint.format import LocalArray, build, check_path, check_paths, check_shape
 from mpizero.data.batches import ranks_of, slab_of
 from mpizero.data.source import Path, Slab
 from mpizero.errors import ConfigError, DataError
@@ -82,7 +82,8 @@ def write_fields(
     ConfigError
         On all ranks, if ``path`` exists and may not be replaced, or ``shape`` does not fit the domain.
     CheckpointError
-        On all ranks, if a file cannot be written (an ``OSError``, too, with ``errno``), or another job writes it.
+        On all ranks, if a name or type cannot be stored, the file cannot be written (then it is an ``OSError``, too,
+        with ``errno``), or another job is writing it.
 
     Examples
     --------
@@ -102,21 +103,20 @@ def write_fields(
     (2, 8, 6, 1) m/s True
     """
     comm, slab, mesh = ranks_of(ranks, None)[0], slab_of(ranks), getattr(ranks, "mesh", ranks)
-    target, extents, arrays = str(path), (), dict[str, Array]()
+    target, extents, arrays = str(path), tuple[int, ...](), dict[str, Array]()
     with CapturedError() as captured:
         target, extents = os.path.realpath(home_path(path)), tuple(shape)
         arrays = _arrays(fields, slab, extents)
-    given = {name: _Given(array.dtype.str, len(array), _form(array, slab, extents)) for name, array in arrays.items()}
+    given = {name: (len(array), _sample(array, extents), array.dtype.str) for name, array in arrays.items()}
     gathered = comm.allgather_object((target, captured.portable, given), "fields")
     target, prefix = gathered[0][0], f"{gathered[0][0]} was not written"
     raise_first([error for _, error, _ in gathered], prefix, captured.error)
-    at = [mesh.axes.coordinates(rank) for rank in range(comm.size)]
+    at, parts = [mesh.axes.coordinates(rank) for rank in range(comm.size)], [part for _, _, part in gathered]
     firsts = [next(rank for rank in range(comm.size) if at[rank].data == replica) for replica in range(mesh.axes.data)]
-    parts, here = [part for _, _, part in gathered], at[comm.rank]
-    _compare(parts, [firsts[place.data] for place in at], prefix)
-    counts = {name: [parts[first][name].samples for first in firsts] for name in sorted(given)}
-    table = {name: ((sum(counts[name]), *given[name].form), np.dtype(given[name].dtype)) for name in counts}
-    group = mesh.grid.context_group if slab.cut is not None else None
+    _compare(parts, [parts[firsts[place.data]] for place in at], prefix)
+    counts = {name: [parts[first][name][0] for first in firsts] for name in sorted(given)}
+    table = {name: ((sum(counts[name]), *given[name][1]), arrays[name].dtype) for name in counts}
+    group, here = mesh.grid.context_group if slab.cut else None, at[comm.rank]
     with ExitStack() as stack:
 
         def make() -> tuple[str, dict[str, int]]:
@@ -133,9 +133,8 @@ def write_fields(
 
         state, offsets = on_root(comm, prefix, make)
         for name, (whole, dtype) in table.items():
-            size, before = prod(whole[1:]), sum(counts[name][: here.data])
+            size, before, box = prod(whole[1:]), sum(counts[name][: here.data]), slab.where(whole[1:])
             step = max(1, CHUNK * (slab.cut.size if slab.cut else 1) // max(1, size * dtype.itemsize))
-            box = slab.where(whole[1:])
             for start in range(0, max(counts[name]), step):
                 part, pieces = arrays[name][start : start + step], list[tuple[int, Array]]()
                 if not (here.pipeline or here.tensor or (here.context and not box)):
@@ -145,16 +144,11 @@ def write_fields(
         on_root(comm, prefix, publish)
 
 
-class _Given(NamedTuple):
-    """Describe an array that a rank gives: its type, its number of samples, and the shape of a whole sample."""
-
-    dtype: str
-    samples: int
-    form: tuple[int, ...]
-
-    def __str__(self) -> str:
-        """Return the description for errors."""
-        return f"{self.samples} samples of {self.form}, {np.dtype(self.dtype)}"
+def _check_target(target: str, overwrite: bool) -> None:
+    if os.path.isdir(target):
+        raise ConfigError("is a folder: give the path of a file")
+    if os.path.lexists(target) and not overwrite:
+        raise ConfigError("exists already: choose another name, or give overwrite=True")
 
 
 def _arrays(fields: Any, slab: Slab, extents: tuple[int, ...]) -> dict[str, Array]:
@@ -162,52 +156,46 @@ def _arrays(fields: Any, slab: Slab, extents: tuple[int, ...]) -> dict[str, Arra
     axes = len(slab.cut.parts) if slab.cut else 0
     if len(extents) != axes or not all(is_whole(extent, 1) for extent in extents):
         raise ConfigError(f"shape={extents}: the domain has {axes} axes; give the extent of the whole fields on each")
-    if not isinstance(fields, Mapping) or not fields:
+    if not isinstance(fields, Mapping):
         raise DataError(f"fields={fields!r:.80}: expected a dictionary of arrays by name, {{'name': part}}")
     arrays = {}
     for name, value in fields.items():
-        if fault := fault_of(name):
-            raise DataError(f"the name {shown(name)} is not allowed: it {fault}")
-        array = arrays[name] = np.ascontiguousarray(native(np.asarray(unmasked_samples(value, repr(name)))))
-        if np.ndim(value) == 0 or array.dtype.str not in DTYPES:
+        array = np.ascontiguousarray(native(np.asarray(unmasked_samples(value, shown(name)))))
+        sample, space = _sample(array, extents), array.shape[1 : 1 + axes]
+        check_shape(name, (len(array), *sample), array.dtype.str)
+        if (box := slab.where(sample)) and space != _extents(box):
             raise DataError(
-                f"{name!r} is {array.dtype} of shape {np.shape(value)}: expected samples on the first axis, of a type "
-                f"among {', '.join(DTYPES)}; convert it, such as part.astype('u1') of booleans"
+                f"{name!r} has {space} positions; this rank's part of {extents} has {_extents(box)}: give the part, "
+                f"[:, *mesh.slab({extents})], and as shape the extents of the whole field"
             )
-        if (box := slab.where(_form(array, slab, extents))) and array.shape[1 : 1 + axes] != _sizes(box):
-            raise DataError(
-                f"{name!r} has {array.shape[1 : 1 + axes]} positions; this rank's part of {extents} has {_sizes(box)}: "
-                f"give the part, [:, *mesh.slab({extents})], and as shape the extents of the whole field"
-            )
-    if conflict := nested_in(arrays):
-        raise DataError(f"{conflict[0]!r} cannot also be the group of {conflict[1]!r}")
+        arrays[check_path(name)] = array
+    check_paths(arrays)
     return arrays
 
 
-def _form(array: Array, slab: Slab, extents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a sample of the whole array."""
+def _sample(array: Array, extents: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a sample of the whole array of which this rank has a part."""
     return (*extents, *array.shape[1 + len(extents) :]) if array.ndim > len(extents) else array.shape[1:]
 
 
-def _sizes(box: Box) -> tuple[int, ...]:
+def _extents(box: Box) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in box)
 
 
-def _compare(parts: Sequence[Mapping[str, _Given]], firsts: Sequence[int], prefix: str) -> None:
-    """Raise DataError if a rank's arrays are not like those of rank 0, or have not the samples of its replica."""
+def _compare(parts: Sequence[Mapping[str, Any]], firsts: Sequence[Mapping[str, Any]], prefix: str) -> None:
+    """Raise DataError if a rank gives other arrays than rank 0, or other samples than the first of its replica."""
     for rank, (given, first) in enumerate(zip(parts, firsts, strict=True)):
-        if given.keys() != parts[0].keys():
-            raise DataError(
-                f"{prefix}: rank {rank} gives {sorted(given)}, rank 0 {sorted(parts[0])}: give the same names on all "
-                "ranks"
+        expected = {name: (*first.get(name, array)[:1], *array[1:]) for name, array in parts[0].items()}
+        if different := sorted(given.items() ^ expected.items()):
+            name = different[0][0]
+            one, others = (
+                "{} samples of {}, {}".format(*found[name]) if name in found else "missing"
+                for found in (given, expected)
             )
-        for name, array in given.items():
-            expected = parts[0][name]._replace(samples=parts[first][name].samples)
-            if array != expected:
-                raise DataError(
-                    f"{prefix}: rank {rank} gives {name!r} as {array}, where other ranks give {expected}: give the "
-                    "same type and shape on all ranks, and within a domain parts of the same samples"
-                )
+            raise DataError(
+                f"{prefix}: {name!r} is {one} on rank {rank}, {others} on others: give the same arrays on all ranks, "
+                "and in a domain parts of the same samples"
+            )
 
 
 def _successive(x: Array, slab: Slab, extents: tuple[int, ...], group: Any) -> tuple[int, Array]:
@@ -222,7 +210,7 @@ def _successive(x: Array, slab: Slab, extents: tuple[int, ...], group: Any) -> t
     flat = x.reshape(len(own), *x.shape[2:])
     sent = [flat[_between(own, other)].reshape(-1) for other in shards]
     wanted = [numbers[_between(numbers, shard)] - shard.start for numbers in rows]
-    shapes = [(len(n), *_sizes(box[1:]), *x.shape[1 + len(box) :]) for n, box in zip(wanted, boxes, strict=True)]
+    shapes = [(len(n), *_extents(box[1:]), *x.shape[1 + len(box) :]) for n, box in zip(wanted, boxes, strict=True)]
     out = np.empty((shard.stop - shard.start, *extents[1:], *x.shape[1 + len(extents) :]), x.dtype)
     received = group.all_to_all(sent, [prod(sizes) for sizes in shapes], "fields")
     for numbers, box, sizes, block in zip(wanted, boxes, shapes, received, strict=True):
@@ -233,10 +221,3 @@ def _successive(x: Array, slab: Slab, extents: tuple[int, ...], group: Any) -> t
 def _between(rows: Array, shard: slice) -> slice:
     """Return which of the ascending numbers are in a range."""
     return slice(*np.searchsorted(rows, (shard.start, shard.stop)).tolist())
-
-
-def _check_target(target: str, overwrite: bool) -> None:
-    if os.path.isdir(target):
-        raise ConfigError("is a folder: give the path of a file")
-    if os.path.lexists(target) and not overwrite:
-        raise ConfigError("exists already: choose another name, or give overwrite=True")

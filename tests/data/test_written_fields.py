@@ -99,7 +99,7 @@ def test_in_a_job_a_prediction_is_written_and_read_back(world, tmp_path):
     world.barrier()
 
 
-def refused(path: Path, change: Any, kind: type[Exception] = DataError, ranks: int = 4, **settings: Any) -> str:
+def refused(path: Path, change: Any, kind: Any = DataError, ranks: int = 4, **settings: Any) -> str:
     """The message with which all ranks refuse what ``change(rank, parts, whole)`` makes of a rank's parts."""
 
     def work(comm: Any) -> str:
@@ -122,33 +122,32 @@ WRONG = {
     "whole fields": (lambda rank, part, whole: whole, "(13, 11) positions; this rank's part of (13, 11) has (7, 6)"),
     "other names": (
         lambda rank, part, whole: {"time": part["time"]} if rank == 1 else {"mask": part["mask"]},
-        "rank 1 gives ['time'], rank 0 ['mask']: give the same names",
+        "'mask' is missing on rank 1, 5 samples of (13, 11, 3), |u1 on others: give the same arrays on all",
     ),
     "another type": (
         lambda rank, part, whole: {"mask": part["mask"].astype("f8")} if rank == 3 else {"mask": part["mask"]},
-        "rank 3 gives 'mask' as 5 samples of (13, 11, 3), float64, where other ranks give 5 samples of (13",
+        "'mask' is 5 samples of (13, 11, 3), <f8 on rank 3, 5 samples of (13, 11, 3), |u1 on others",
     ),
     "fewer samples": (
         lambda rank, part, whole: {"mask": part["mask"][:4] if rank == 1 else part["mask"]},
-        "rank 1 gives 'mask' as 4 samples of (13, 11, 3), uint8, where other ranks give 5 samples",
+        "'mask' is 4 samples of (13, 11, 3), |u1 on rank 1, 5 samples of (13, 11, 3), |u1 on others",
     ),
     "fewer channels": (
         lambda rank, part, whole: {"mask": part["mask"][..., :2] if rank == 1 else part["mask"]},
-        "rank 1 gives 'mask' as 5 samples of (13, 11, 2), uint8",
+        "'mask' is 5 samples of (13, 11, 2), |u1 on rank 1",
     ),
-    "booleans": (lambda rank, part, whole: {"mask": part["mask"] > 0}, "'mask' is bool of shape (5, 7, 6, 3)"),
-    "no array": (lambda rank, part, whole: {"mask": 1.0}, "'mask' is float64 of shape (): expected samples on"),
+    "booleans": (lambda rank, part, whole: {"mask": part["mask"] > 0}, "array 'mask': element type '|b1' is not one"),
     "a masked array": (lambda rank, part, whole: {"m": np.ma.masked_array(part["mask"])}, "'m' is a masked array"),
     "no dictionary": (lambda rank, part, whole: part["time"], "expected a dictionary of arrays by name"),
-    "a path": (lambda rank, part, whole: {"../mask": part["mask"]}, "the name '../mask' is not allowed"),
-    "a group": (lambda rank, part, whole: {"a": part["mask"], "a/b": part["time"]}, "'a' cannot also be the group of"),
+    "a path": (lambda rank, part, whole: {"../mask": part["mask"]}, "array name '../mask' is not allowed"),
+    "a group": (lambda rank, part, whole: {"a": part["time"], "a/b": part["time"]}, "array 'a' cannot also be"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_no_part_is_refused_on_all_ranks_and_nothing_is_written(tmp_path, wrong):
     change, said = WRONG[wrong]
-    message = refused(tmp_path / "file.h5", change)
+    message = refused(tmp_path / "file.h5", change, (DataError, CheckpointError))
     assert message.startswith(f"{tmp_path}/file.h5 was not written: ")
     assert said in message
     assert not os.listdir(tmp_path)
