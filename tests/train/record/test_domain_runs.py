@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError, RemoteError
-from mpizero.testing import run_in_threads
+from mpizero.testing import parallel_assert, run_in_threads
 
 FIELDS = """
 [model]
@@ -195,6 +196,17 @@ def test_metrics_of_fields_are_those_of_whole_fields_with_the_same_bits_on_every
     for ranks, cut in layouts:
         for found, _ in run_in_threads(ranks, lambda comm, cut=cut: validated(comm, cut, tmp_path, metrics, space)):
             assert found == alone
+
+
+@pytest.mark.mpi
+def test_in_a_job_metrics_of_fields_have_the_bits_of_one_process(world, tmp_path):
+    cut = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2), 8: (4, 2)}[world.size]
+    folder = Path(world.broadcast_object(str(tmp_path)))
+    metrics = {"error": error, "hits": hits}
+    alone = validated("self", (), folder / "alone", metrics)[0] if world.rank == 0 else None
+    with world.split(0) as comm:
+        found, _ = validated(comm, cut, folder / "together", metrics)
+    parallel_assert(world, found == world.broadcast_object(alone), str(found))
 
 
 @pytest.mark.parametrize(
