@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mpizero.nn.convolution import Conv as Conv
     from mpizero.nn.convolution import ConvTranspose as ConvTranspose
     from mpizero.nn.fields import AvgPool as AvgPool
+    from mpizero.nn.fields import ChannelLayerNorm as ChannelLayerNorm
     from mpizero.nn.fields import Concatenate as Concatenate
     from mpizero.nn.fields import FieldLoss as FieldLoss
     from mpizero.nn.fields import GroupNorm as GroupNorm

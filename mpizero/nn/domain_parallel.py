@@ -17,7 +17,17 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.layout.fields import Cut
 from mpizero.nn.convolution import Conv, ConvTranspose
-from mpizero.nn.fields import AvgPool, Concatenate, FieldLoss, GroupNorm, InstanceNorm, MaxPool, Residual, Upsample
+from mpizero.nn.fields import (
+    AvgPool,
+    ChannelLayerNorm,
+    Concatenate,
+    FieldLoss,
+    GroupNorm,
+    InstanceNorm,
+    MaxPool,
+    Residual,
+    Upsample,
+)
 from mpizero.nn.layer import Layer, SamplePart
 from mpizero.nn.layers import Activation, Checkpointed, Dropout, Frozen, PartlyFrozen, Sequential
 from mpizero.nn.losses import CrossEntropy, ElementLoss
@@ -73,6 +83,11 @@ class DomainInstanceNorm(_InDomain, InstanceNorm):
 
 
 @dataclass(frozen=True)
+class DomainChannelLayerNorm(_InDomain, ChannelLayerNorm):
+    """Compute :class:`ChannelLayerNorm` on this rank's part of a field. Its passes are collective."""
+
+
+@dataclass(frozen=True)
 class DomainConcatenate(_InDomain, Concatenate):
     """Compute :class:`Concatenate` on this rank's part of a field. Its passes are collective."""
 
@@ -116,6 +131,7 @@ class DomainLoss(_InDomain, FieldLoss):
 
 _FORMS: Mapping[type[Layer], Callable[..., Layer]] = {
     AvgPool: DomainAvgPool,
+    ChannelLayerNorm: DomainChannelLayerNorm,
     Concatenate: DomainConcatenate,
     Conv: DomainConv,
     ConvTranspose: DomainConvTranspose,
@@ -165,8 +181,8 @@ def on_domain(layer: Any, domain: Domain, where: str) -> Any:
     if made is None:
         raise ConfigError(
             f"{where}: {type(layer).__name__} does not say how it works on a part of a field; a domain takes layers "
-            "of fields (Conv, ConvTranspose, MaxPool, AvgPool, Upsample, GroupNorm, InstanceNorm, Residual, "
-            "Concatenate), Dropout, activations, and layers with a method domain_form(domain); leave domain out for "
+            "of fields (Conv, ConvTranspose, MaxPool, AvgPool, Upsample, GroupNorm, InstanceNorm, ChannelLayerNorm, "
+            "Residual, Concatenate), Dropout, activations, and layers with a method domain_form(domain); leave domain out for "
             "other models"
         )
     return made(**settings, domain=domain)

@@ -3,9 +3,9 @@
 A *field* is an array (samples, one to three axes of space, channels), float32 or float64. :class:`MaxPool` and
 :class:`AvgPool` make a field coarser, :class:`Upsample` makes it finer: each element of an output or of a gradient is a
 sum over few neighbours, in the order of their positions. So its bits do not depend on which part of the field is
-computed. :class:`GroupNorm` and :class:`InstanceNorm` sum over all of space: with one partial sum for each spatial
-tile, added by the tree of :func:`mpizero.layout.fields.tree_sum`. Their loops are in :mod:`mpizero.kernels.fields`, for
-the CPU only.
+computed. :class:`GroupNorm` and :class:`InstanceNorm` sum over all of space, and so do the gradients of their weights
+and those of :class:`ChannelLayerNorm`: with one partial sum for each spatial tile, added by the tree of
+:func:`mpizero.layout.fields.tree_sum`. Their loops are in :mod:`mpizero.kernels.fields`, for the CPU only.
 
 :class:`Residual` adds what a layer computes to its input, and :class:`Concatenate` appends it as further channels.
 """
@@ -26,9 +26,11 @@ from mpizero._util.names import explains, nearest
 from mpizero._util.pytree import map_leaves
 from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.kernels import fields as kernels
+from mpizero.kernels.convolution import position_sums
 from mpizero.layout.fields import Box, tile_boxes, tree_sum
 from mpizero.nn.arrays import namespace, require_floats
 from mpizero.nn.layer import Composite, Graph, Layer, NodeOutput, Operations, require_layer, require_positive
+from mpizero.nn.layers import LayerNorm
 from mpizero.nn.losses import CrossEntropy, ElementLoss
 from mpizero.nn.space import WHOLE, FieldLayer, Space, Wanted
 from mpizero.types import EVALUATE, Array, Init, Loss, ParameterSpec, Params, Run
@@ -486,7 +488,7 @@ def _weight_sums(values: Array, space: Space, extents: tuple[int, ...], dtype: n
 
 
 class FieldNorm(FieldLayer):
-    """Shift and scale groups of channels to mean 0 and variance 1 over space; the base class of both norms."""
+    """Shift and scale groups of channels to mean 0 and variance 1 over space; the base class of norms of fields."""
 
     channels: int
     eps: float
@@ -654,6 +656,76 @@ class InstanceNorm(FieldNorm):
     @property
     def _affine(self) -> bool:
         return self.affine
+
+
+@explains
+@dataclass(frozen=True)
+class ChannelLayerNorm(FieldNorm):
+    """Shift and scale the channels of each position to mean 0 and variance 1, then apply ``weight`` and ``bias``.
+
+    It is :class:`LayerNorm` of each position, whose gradients of weight and bias are sums over spatial tiles, so that
+    space can be cut (Ba, Kiros and Hinton, *Layer Normalization*, 2016, section 3). No method is collective.
+
+    Parameters
+    ----------
+    channels : int
+        Number of channels. Inputs are (samples, one to three axes of space, channels), on the CPU. The output has the
+        input's shape and the parameters' dtype, float32 or float64.
+    eps : float
+        Added to the variance under the root; greater than 0.
+
+    Raises
+    ------
+    ConfigError
+        If ``channels`` or ``eps`` is not positive.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> params = {"weight": np.ones(2), "bias": np.zeros(2)}
+    >>> y, cache = mz.nn.ChannelLayerNorm(2).forward(params, np.array([[[1.0, 2.0], [4.0, 3.0]]]))
+    >>> y.round(3)
+    array([[[-1.,  1.],
+            [ 1., -1.]]])
+    """
+
+    channels: int
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self._require_settings()
+
+    @property
+    def _groups(self) -> int:
+        return 1
+
+    @property
+    def _of_rows(self) -> LayerNorm:
+        return LayerNorm(self.channels, self.eps)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return ``x`` (samples, space, channels) normalized, and the cache for the backward pass."""
+        x = require_field(x, self.channels, type(self).__name__)
+        y, cache = self._of_rows.forward(params, x)
+        return y, (cache, self._space.extents(x, self))
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of ``x``, and ``dy`` for :meth:`backward_weights`."""
+        dx, _ = self._of_rows.backward_input(params, cache[0], dy)
+        return dx, dy
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradients of ``weight`` and ``bias``."""
+        (rows, mean, rstd), extents = cache
+        dy = np.ascontiguousarray(pending, rows.dtype)
+        products = dy * ((rows - mean[:, None]) * rstd[:, None]).reshape(dy.shape)
+        nodes = self._space.boxes(extents)
+        sums = np.empty((len(nodes), 2, self.channels), rows.dtype)
+        for boxes, node in zip(nodes, sums, strict=True):
+            for field, total in zip((products, dy), node, strict=True):
+                position_sums(with_three_axes(field), boxes, total)
+        grads["weight"][...], grads["bias"][...] = self._space.add_up(sums, "norm's gradient")
 
 
 @explains

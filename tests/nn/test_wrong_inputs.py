@@ -39,6 +39,7 @@ LAYERS = [
     nn.Upsample(2),
     nn.GroupNorm(2, 8),
     nn.InstanceNorm(8),
+    nn.ChannelLayerNorm(8),
     nn.Residual(nn.GroupNorm(2, 8)),
     nn.Concatenate(nn.GroupNorm(2, 8)),
 ]

@@ -82,6 +82,7 @@ def test_layers_have_the_bits_of_one_process(cut):
             nn.Upsample((3, 1, 2)[:axes], "linear"),
             nn.GroupNorm(2, 4),
             nn.InstanceNorm(4),
+            nn.ChannelLayerNorm(4),
             nn.Dropout(0.3, site=2),
             nn.Residual(nn.Sequential([nn.Conv(4, 4, (3,) * axes), nn.Tanh()])),
             unet,

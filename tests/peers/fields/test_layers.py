@@ -53,6 +53,13 @@ def draw_instance_norm(rng, axes):
     return mz.nn.InstanceNorm(CHANNELS, affine=affine), lambda x, p: F.instance_norm(x, None, None, *p), None
 
 
+def draw_channel_layer_norm(rng, axes):
+    def theirs(x, p):
+        return F.layer_norm(x.movedim(1, -1), (CHANNELS,), *p).movedim(-1, 1)
+
+    return mz.nn.ChannelLayerNorm(CHANNELS), theirs, None
+
+
 def draw_residual(rng, axes):
     layer = mz.nn.Residual(mz.nn.GroupNorm(2, CHANNELS), mz.nn.InstanceNorm(CHANNELS))
     return layer, lambda x, p: F.group_norm(x, 2, *p[:2]) + F.instance_norm(x, None, None, *p[2:]), None
