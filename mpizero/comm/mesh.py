@@ -270,9 +270,10 @@ def _tell_better_orders(axes: Axes, hosts: Sequence[int]) -> None:
     """Print a notice for each kind of group that has ranks on several nodes, and need not; ``hosts`` are all nodes."""
     for name in WINDOW_GROUPS:
         if order := order_inside_nodes(axes, name, hosts):
+            kind = "context or domain" if name == "context" else name
             notice(
-                f"ranks of one {name} group are on several nodes, so what they send each other in every layer goes "
-                f"between nodes: order={order!r} puts each {name} group on one node"
+                f"ranks of one {kind} group are on several nodes, so what they send each other in every layer goes "
+                f"between nodes: order={order!r} puts each {kind} group on one node"
             )
 
 

@@ -397,13 +397,14 @@ def inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> bool:
 def order_inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> str:
     """Return an order of the axes with which each group of the axis ``name`` lies on one node; "" if none is needed.
 
-    "" also where moving the axis to the end of the order does not help. ``hosts`` holds, for every rank of the world,
-    the number of its node.
+    "" also where no other place of the axis in the order helps: the last one if ranks are numbered node after node,
+    the first one if in turns. ``hosts`` holds, for every rank of the world, the number of its node.
     """
     if getattr(axes, name) == 1 or inside_nodes(axes, name, hosts):
         return ""
-    order = (*(axis for axis in axes.order if axis != name), name)
-    return ",".join(order) if inside_nodes(replace(axes, order=order), name, hosts) else ""
+    others = [axis for axis in axes.order if axis != name]
+    orders = ((*others[:place], name, *others[place:]) for place in reversed(range(len(axes.order))))
+    return next((",".join(order) for order in orders if inside_nodes(replace(axes, order=order), name, hosts)), "")
 
 
 def uneven_counts(axes: Axes, hosts: Sequence[int]) -> tuple[int, ...]:

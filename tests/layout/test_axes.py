@@ -117,3 +117,6 @@ def test_an_order_is_found_that_puts_groups_on_one_node():
     assert not order_inside_nodes(replace(across, order=("pipeline", "data", "context", "tensor")), "tensor", hosts)
     assert not order_inside_nodes(Axes(tensor=8), "tensor", hosts), "a node has no room for it"
     assert not order_inside_nodes(Axes(context=4, data=2), "context", hosts)
+    in_turns = [0, 1] * 4
+    assert order_inside_nodes(Axes(context=4, data=2), "context", in_turns) == "pipeline,tensor,context,data"
+    assert not order_inside_nodes(Axes(tensor=4, data=2), "tensor", in_turns)
