@@ -159,25 +159,25 @@ class CommunicatorGroup:
         requests += [self.comm.isend(contiguous(x), target, SHIFT_TAG) for x in arrays]
         return GroupShift(requests, received)
 
-    def all_to_all(self, parts: Sequence[Array], counts: Sequence[int], tag: str = "") -> list[Array]:
-        """Send the flat array ``parts[r]`` to rank r; return those sent to this rank, of ``counts[r]`` elements.
+    def all_to_all(self, parts: Sequence[Array], counts: Array, tag: str = "") -> list[Array]:
+        """Send the flat array ``parts[r]`` to rank r; return what each rank has sent to this one.
 
-        Collective over the group. All arrays have the same dtype, and ``counts[r]`` is the size of what rank r sends to
-        this one. This rank's own part is not sent, and not copied.
+        Collective over the group. All arrays have the same dtype. ``counts[s, r]``, integers that all ranks give alike,
+        is the number of elements that rank s sends to rank r. This rank's own part is not sent, and not copied.
+        The arrays are valid until the next call.
         """
         for part in parts:
             self._check("all_to_all", part, tag)
+        own, sizes, row = parts[self.rank], [part.size for part in parts], counts[self.rank].tolist()
+        if sizes != row:
+            raise self._error("all_to_all", tag, f"the parts have {sizes} elements; counts[{self.rank}] is {row}", own)
         self.counts["all_to_all"] += 1
-        own = parts[self.rank]
         if self.size == 1:
             return [own]
+        others = [own[:0] if r == self.rank else part for r, part in enumerate(parts)]
+        table = tuple(map(tuple, (counts * ~np.eye(self.size, dtype=bool)).tolist()))
         with self._timed("all_to_all", tag):
-            sent = [0 if rank == self.rank else part.size for rank, part in enumerate(parts)]
-            wanted = [0 if rank == self.rank else int(count) for rank, count in enumerate(counts)]
-            others = [own[:0], *(part for rank, part in enumerate(parts) if rank != self.rank)]
-            received = self._empty(sum(wanted), own.dtype)
-            self.comm.alltoallv(np.concatenate(others), sent, received, wanted, tag)
-            blocks = np.split(received, np.cumsum(wanted)[:-1])
+            blocks = self._transport.exchange(others, table, tag)
         blocks[self.rank] = own
         return blocks
 
@@ -332,6 +332,12 @@ class GroupTransport(Protocol):
     def gather(self, x: Array, sizes: Sequence[int], tag: str) -> Array:
         """Concatenate ``x`` of all ranks, of shape (outer, sizes[rank], inner), along axis 1 into a new array."""
 
+    def exchange(self, parts: Sequence[Array], counts: Sequence[tuple[int, ...]], tag: str) -> list[Array]:
+        """Send the flat array ``parts[r]`` to rank r; return what each rank has sent, until the next call.
+
+        ``counts[s][r]`` is the number of elements that rank s sends to rank r, 0 for s = r.
+        """
+
     def close(self) -> None:
         """Free the message buffers or the shared window."""
 
@@ -413,6 +419,13 @@ class MessageGroup:
         for block, target in self._blocks(arrived, result, sizes):
             target[...] = block
         return result
+
+    def exchange(self, parts: Sequence[Array], counts: Sequence[tuple[int, ...]], tag: str) -> list[Array]:
+        """Send ``parts[r]`` to rank r, see :meth:`GroupTransport.exchange`. Collective over the group."""
+        wanted = [row[self.comm.rank] for row in counts]
+        received = self._empty(sum(wanted), parts[0].dtype)
+        self.comm.alltoallv(np.concatenate(parts), counts[self.comm.rank], received, wanted, tag)
+        return np.split(received, np.cumsum(wanted)[:-1])
 
     def close(self) -> None:
         """Free the message buffers. Not collective."""
@@ -540,6 +553,21 @@ class WindowGroup:
         gathered[:, start : start + sizes[self._rank]] = x
         self._compare(call, tag)
         return gathered.copy()
+
+    def exchange(self, parts: Sequence[Array], counts: Sequence[tuple[int, ...]], tag: str) -> list[Array]:
+        """Give ``parts[r]`` to rank r, see :meth:`GroupTransport.exchange`. Collective over the group.
+
+        Each rank writes its parts one after the other, and is given views of what the others have written.
+        """
+        dtype, most = parts[0].dtype, max(map(sum, counts))
+        call = ("all_to_all", dtype.char, counts)
+        rows = self._open(call, [(most,)] * self._size, dtype, tag)
+        if rows is None:
+            return self._message_group.exchange(parts, counts, tag)
+        np.concatenate(parts, out=rows[self._rank][: sum(counts[self._rank])])
+        self._compare(call, tag)
+        starts = (sum(row[: self._rank]) for row in counts)
+        return [row[start:][: sizes[self._rank]] for row, start, sizes in zip(rows, starts, counts, strict=True)]
 
     def close(self) -> None:
         """Free the window and the message buffers. Collective over the group."""

@@ -182,8 +182,8 @@ def on_domain(layer: Any, domain: Domain, where: str) -> Any:
         raise ConfigError(
             f"{where}: {type(layer).__name__} does not say how it works on a part of a field; a domain takes layers "
             "of fields (Conv, ConvTranspose, MaxPool, AvgPool, Upsample, GroupNorm, InstanceNorm, ChannelLayerNorm, "
-            "Residual, Concatenate), Dropout, activations, and layers with a method domain_form(domain); leave domain out for "
-            "other models"
+            "Residual, Concatenate), Dropout, activations, and layers with a method domain_form(domain); leave domain "
+            "out for other models"
         )
     return made(**settings, domain=domain)
 

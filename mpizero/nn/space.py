@@ -37,8 +37,11 @@ Wanted = tuple[tuple[tuple[int, int], ...], ...]
 class DomainGroup(Group, Protocol):
     """Describe what this module needs of a group besides the collectives of all groups."""
 
-    def all_to_all(self, parts: Sequence[Array], counts: Sequence[int], tag: str = "") -> list[Array]:
-        """Send the flat array ``parts[r]`` to rank r; return those sent to this rank, of ``counts[r]`` elements."""
+    def all_to_all(self, parts: Sequence[Array], counts: Array, tag: str = "") -> list[Array]:
+        """Send the flat array ``parts[r]`` to rank r; return what each rank has sent to this one, until the next call.
+
+        ``counts[s, r]`` is the number of elements that rank s sends to rank r.
+        """
 
 
 class Space:
@@ -286,8 +289,8 @@ class Domain(Space):
     def _exchange(self, x: Array, move: HaloPlan, out: Array, tag: str) -> None:
         width = len(x) * x.shape[-1]
         parts = [_joined(x, pieces) for pieces in move.sent]
-        counts = [sum(count for _, count in pieces) * width for pieces in move.received]
-        for flat, pieces in zip(self.group.all_to_all(parts, counts, tag), move.received, strict=True):
+        blocks = self.group.all_to_all(parts, move.counts * width, tag)
+        for flat, pieces in zip(blocks, move.received, strict=True):
             first = 0
             for target, count in pieces:
                 view = out[target]
@@ -296,7 +299,7 @@ class Domain(Space):
 
     def _add_copies(self, dy: Array, move: HaloPlan, out: Array, tag: str) -> None:
         parts = [_joined(dy, [target for target, _ in pieces]) for pieces in move.received]
-        counts = [sum(out[piece].size for piece in pieces) for pieces in move.sent]
+        counts = move.counts.T * (len(dy) * dy.shape[-1])
         for rank, flat in enumerate(self.group.all_to_all(parts, counts, tag)):
             if rank == self.rank:
                 super()._add_copies(dy, move, out, tag)
@@ -314,7 +317,8 @@ class Domain(Space):
         mine = shards[self.rank]
         parts = [flat[:, shard.start : shard.stop].reshape(-1) for shard in shards]
         width = mine.stop - mine.start
-        blocks = self.group.all_to_all(parts, [len(nodes) * width for nodes in nodes_of], tag)
+        counts = np.outer([*map(len, nodes_of)], [shard.stop - shard.start for shard in shards])
+        blocks = self.group.all_to_all(parts, counts, tag)
         rows = (block.reshape(len(nodes), width) for block, nodes in zip(blocks, nodes_of, strict=True))
         leaves = zip(
             (node for nodes in nodes_of for node in nodes), (row for block in rows for row in block), strict=True
@@ -387,6 +391,8 @@ class HaloPlan(NamedTuple):
         For each rank, the positions that it gets.
     received : list of list of (index, int)
         For each rank, where the positions go that it sends, and how many they are.
+    counts : Array
+        How many positions each rank sends to each rank.
     complete : bool
         Whether all wanted positions are in the field.
     nothing : bool
@@ -397,6 +403,7 @@ class HaloPlan(NamedTuple):
     own: list[tuple[Any, Any]]
     sent: list[list[Any]]
     received: list[list[tuple[Any, int]]]
+    counts: Array
     complete: bool
     nothing: bool
 
@@ -429,7 +436,11 @@ def _transfer(
             for chosen in product(*by_axis)
         ]
 
-    mine = pieces(rank)
+    every = [pieces(of) for of in range(cut.size)]
+    mine, counts = every[rank], np.zeros((cut.size, cut.size), np.int64)
+    for of, wants in enumerate(every):
+        for holder, _, _, count in wants:
+            counts[holder, of] += count * (holder != of)
     shape = tuple(
         high - low for low, high in (axis[i] for axis, i in zip(wanted, target.coordinates(rank), strict=True))
     )
@@ -437,12 +448,14 @@ def _transfer(
         shape=shape,
         own=[(source, target) for holder, source, target, _ in mine if holder == rank],
         sent=[
-            [source for holder, source, _, _ in pieces(of) if holder == rank and of != rank] for of in range(cut.size)
+            [source for holder, source, _, _ in wants if holder == rank and of != rank]
+            for of, wants in enumerate(every)
         ],
         received=[
             [(target, count) for holder, _, target, count in mine if holder == other and other != rank]
             for other in range(cut.size)
         ],
+        counts=counts,
         complete=sum(count for *_, count in mine) == prod(shape),
         nothing=nothing,
     )

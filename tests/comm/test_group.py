@@ -88,6 +88,19 @@ def test_reduce_scatter_keeps_this_ranks_block_of_the_sum_along_any_axis(group):
 
 
 @on_groups
+def test_each_rank_gets_what_every_rank_has_for_it(group):
+    n, rank = group.size, group.rank
+    for dtype, most in product((np.float32, np.float64), (1, 3, 20_000)):
+        counts = np.random.default_rng(most).integers(0, most, (n, n), endpoint=True)
+        of = [
+            [values(s * n + r, (count,), dtype) for r, count in enumerate(row)] for s, row in enumerate(counts.tolist())
+        ]
+        for _ in range(2):
+            found = group.all_to_all(of[rank], counts)
+            assert all(same_bits(found[s], of[s][rank]) for s in range(n))
+
+
+@on_groups
 def test_a_shift_brings_the_arrays_of_the_rank_behind(group):
     for by in (0, 1, -1, group.size, 3):
         arrays = [values(group.rank, (2, 3), np.float32), values(group.rank, (0,)), values(group.rank, (5, 4)).T]
@@ -186,7 +199,8 @@ def test_calls_are_counted_by_kind(group):
     group.all_gather(x[:1], 0, sizes)
     group.reduce_scatter(x, 0, sizes)
     group.shift([x, x], 1).wait()
-    expected = {"all_reduce": 2, "all_max": 1, "all_gather": 1, "reduce_scatter": 1, "shift": 1}
+    group.all_to_all([x[0]] * group.size, np.ones((group.size, group.size), int))
+    expected = {"all_reduce": 2, "all_max": 1, "all_gather": 1, "reduce_scatter": 1, "shift": 1, "all_to_all": 1}
     assert dict(group.counts) == expected
 
 
@@ -207,6 +221,7 @@ def test_messages_send_the_bytes_of_a_reduce_scatter_and_a_gather(comm):
     assert sent(lambda: group.reduce_scatter(x, 1, sizes)) == 21 * 8 - own
     assert sent(lambda: group.all_gather(np.ones((3, sizes[comm.rank])), 1, sizes)) == own * (n - 1)
     assert sent(lambda: group.shift([x, x], 1).wait()) == (2 * 21 * 8 if n > 1 else 0)
+    assert sent(lambda: group.all_to_all([x[0]] * n, np.full((n, n), 7))) == 7 * 8 * (n - 1)
 
 
 @on_ranks
@@ -219,6 +234,7 @@ def test_a_window_sends_nothing_and_messages_need_no_window(comm):
             group.all_max(np.ones(length))
             group.reduce_scatter(np.ones((comm.size, length)), 0, [1] * comm.size)
             group.all_gather(np.ones((1, length)), 0, [1] * comm.size)
+            group.all_to_all([np.ones(length)] * comm.size, np.full((comm.size, comm.size), length))
         assert (comm.counters.bytes_sent, node.counters.bytes_sent) == before
         other.all_reduce(np.ones(10))
         assert other.shared_bytes == 0
@@ -311,6 +327,8 @@ def test_without_room_for_a_window_the_group_goes_on_with_messages_and_says_so_o
             assert same_bits(group.all_reduce(x), in_tree_order(everyone(group, length)))
             assert_array_equal(group.all_gather(x, 0, [length] * 3), np.concatenate(everyone(group, length)))
             assert_array_equal(group.reduce_scatter(x, 0, [length, 0, 0]).size, length * (comm.rank == 0))
+            found = group.all_to_all([x] * 3, np.full((3, 3), length))
+            assert_array_equal(found, everyone(group, length))
         assert group.shared_bytes == 0
 
     run_in_threads(3, work)
@@ -336,6 +354,10 @@ BAD = {
     "too few sizes": (lambda g: g.all_gather(np.ones(2), 0, [2] * (g.size + 1)), "not one length >= 0 for each"),
     "a negative size": (lambda g: g.reduce_scatter(np.ones(2), 0, [-1] * g.size), "not one length >= 0 for each"),
     "another own block": (lambda g: g.all_gather(np.ones(2), 0, [3] * g.size), r"is 3 along axis 0 \(shape \(2,\)\)"),
+    "parts of other sizes": (
+        lambda g: g.all_to_all([np.ones(2)] * g.size, np.ones((g.size, g.size), int)),
+        "the parts have",
+    ),
     "another sum": (lambda g: g.reduce_scatter(np.ones((1, 2)), 1, [3] * g.size), "do not add up to its length along"),
 }
 

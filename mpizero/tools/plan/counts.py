@@ -200,10 +200,6 @@ class WindowCopies(NamedTuple):
     barriers: int
 
 
-#: Kinds of group calls that are messages, also where the ranks share a window.
-_SENT = ("shift", "exchange")
-
-
 class GroupCall(NamedTuple):
     """Describe one collective call of a method of :class:`mpizero.types.Group`.
 
@@ -217,7 +213,8 @@ class GroupCall(NamedTuple):
     sizes : tuple of int
         For "gather" and "scatter", the length of each rank's part along that axis; otherwise empty.
     outer : int
-        For "gather" and "scatter", the product of the lengths of the axes before that axis; otherwise 1.
+        For "gather" and "scatter", the product of the lengths of the axes before that axis; for an exchange the largest
+        number of elements that a rank sends; otherwise 1.
     itemsize : int
         Bytes of an element.
     axis : str
@@ -234,12 +231,14 @@ class GroupCall(NamedTuple):
     def sent(self, rank: int, size: int, *, in_window: bool) -> Sent:
         """Return the bytes and messages that rank ``rank`` of a group of ``size`` ranks sends. Not collective.
 
-        If the ranks share a window (``in_window``), only shifts and exchanges send messages.
+        If the ranks share a window (``in_window``), only shifts send messages.
         """
-        if self.kind in _SENT:
+        if self.kind == "shift":
             return one_call(self.unit * self.itemsize)
         if in_window:
             return Sent()
+        if self.kind == "exchange":
+            return one_call(self.unit * self.itemsize)
         if self.kind == "gather":
             return one_call(self.unit * self.sizes[rank] * self.itemsize * (size - 1))
         if self.kind == "scatter":
@@ -254,10 +253,12 @@ class GroupCall(NamedTuple):
 
         Not collective.
         """
-        if self.kind in _SENT:
+        if self.kind == "shift":
             return WindowCopies((), 0)
         total = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
         part = self.unit * self.sizes[rank] * self.itemsize if self.sizes else total
+        if self.kind == "exchange":
+            return WindowCopies(((total, total),), 1)
         if self.kind == "gather":
             return WindowCopies(((part, part), (total, total)), 1)
         if self.kind == "scatter":
@@ -281,7 +282,7 @@ class GroupCall(NamedTuple):
         if self.kind == "scatter":
             packed = {"packed": self.unit * sum(self.sizes) * self.itemsize} if self.outer > 1 else {}
             return {**packed, "arrived": size * self.unit * self.sizes[rank] * self.itemsize}
-        if self.kind in _SENT:
+        if self.kind in ("shift", "exchange"):
             return {}
         if size == 2:
             return {"arrived": 2 * self.unit * self.itemsize}
@@ -290,9 +291,10 @@ class GroupCall(NamedTuple):
 
     def half(self, size: int) -> int:
         """Return the bytes that the call needs in each of the two halves of a group's window. Not collective."""
-        if self.kind in _SENT:
+        if self.kind == "shift":
             return 0
-        nbytes = self.unit * (sum(self.sizes) if self.sizes else 1) * self.itemsize
+        elements = self.outer if self.kind == "exchange" else self.unit * (sum(self.sizes) if self.sizes else 1)
+        nbytes = elements * self.itemsize
         rows = {"gather": 1, "scatter": size}.get(self.kind, size)
         if self.kind == "reduce" and self._sums_parts(size):
             rows += 1
@@ -301,7 +303,7 @@ class GroupCall(NamedTuple):
 
 def window_bytes(calls: Iterable[GroupCall], size: int) -> int:
     """Return the bytes of the window that a group of ``size`` ranks needs for these calls. Not collective."""
-    needed = max((call.half(size) for call in calls if call.kind not in _SENT), default=0)
+    needed = max((call.half(size) for call in calls), default=0)
     if not needed:
         return 0
     return 2 * size * model_group.LINE + 2 * (-(-max(needed, model_group.FIRST_HALF) // 4096) * 4096)
@@ -360,17 +362,15 @@ class RecordingGroup:
             self.calls += [GroupCall("shift", x.size, (), 1, x.itemsize, self.axis) for x in arrays]
         return Arrived(tuple(np.array(x, order="C") for x in arrays))
 
-    def all_to_all(self, parts: Sequence[Array], counts: Sequence[int], tag: str = "") -> list[Array]:
-        """Record the call, and return uninitialized arrays of ``counts`` elements in place of other ranks' parts."""
+    def all_to_all(self, parts: Sequence[Array], counts: Array, tag: str = "") -> list[Array]:
+        """Record the call, and return zeros in place of other ranks' parts."""
         own = parts[self.rank]
         if self.size == 1:
             return [own]
-        sent = np.concatenate([own[:0], *(part for rank, part in enumerate(parts) if rank != self.rank)])
-        self.calls.append(GroupCall("exchange", sent.size, (), 1, own.itemsize, self.axis))
-        wanted = [0 if rank == self.rank else int(count) for rank, count in enumerate(counts)]
-        blocks = np.split(np.zeros(sum(wanted), own.dtype), np.cumsum(wanted)[:-1])
-        blocks[self.rank] = own
-        return blocks
+        sent = counts.sum(axis=1) - np.diag(counts)
+        call = GroupCall("exchange", int(sent[self.rank]), (), int(sent.max()), own.itemsize, self.axis)
+        self.calls.append(call)
+        return [own if rank == self.rank else np.zeros(row[self.rank], own.dtype) for rank, row in enumerate(counts)]
 
     def _along(self, kind: str, x: Array, axis: int, sizes: Sequence[int]) -> GroupCall:
         axis %= x.ndim
