@@ -147,7 +147,7 @@ class Job:
     def _environment(self, folder: str) -> list[bytes]:
         """Return the environment of a process.
 
-        It is empty for a moment where the process is on its way from one program to the next, so one that can be the
+        It is empty for a moment while the process changes from one program to the next, so one that can be the
         job's, and has none, is read again for a while.
         """
         until = time.monotonic() + 0.5

@@ -45,7 +45,7 @@ def test_the_end_of_a_job_is_that_of_all_that_it_has_started():
     assert not job.processes()
 
 
-def test_a_process_that_is_on_its_way_to_another_program_is_the_jobs(monkeypatch):
+def test_a_process_that_changes_to_another_program_is_the_jobs(monkeypatch):
     job = jobs.Job(["sleep", "60"])
     own, read, empty = Path(f"/proc/{job.process.pid}/environ"), Path.read_bytes, [True] * 3
     monkeypatch.setattr(Path, "read_bytes", lambda path: b"" if path == own and empty and empty.pop() else read(path))
