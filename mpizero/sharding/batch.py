@@ -38,7 +38,7 @@ from mpizero.layout.fields import Cut
 from mpizero.layout.flat import FlatLayout, flat_names, joined
 from mpizero.layout.sum_tree import dynamic_parts, rows_of_part
 from mpizero.sharding.integer_arrays import IntegerState
-from mpizero.sharding.params import COMPUTING_ADVICE, Memory, on_all_ranks, paged, refused
+from mpizero.sharding.params import COMPUTING, Memory, on_all_ranks, paged, refused
 from mpizero.sharding.step_report import NonFinite
 from mpizero.types import Array, as_reals
 
@@ -789,7 +789,7 @@ class GrainScalars:
         if isinstance(error, CollectiveError | PeerFailure):
             raise error  # the other ranks would not come to an agreement
         if isinstance(error, MemoryError):
-            error = refused(error, "computing a micro-batch", COMPUTING_ADVICE)
+            error = refused(error, *COMPUTING)
         self.error = self.error if self.error is not None else error
 
     def fail_later(self, error: Exception) -> None:

@@ -40,7 +40,7 @@ from mpizero.sharding.batch import (
 from mpizero.sharding.config import fuses_update, needs_norm
 from mpizero.sharding.forward_backward import Evaluation, evaluate
 from mpizero.sharding.grad_reduce import GradientReducer
-from mpizero.sharding.params import UpdatePiece
+from mpizero.sharding.params import COMPUTING, UpdatePiece, needing
 from mpizero.sharding.placed_model import PlacedModel
 from mpizero.sharding.step_report import GrainNotices, Outcome, StepReport
 from mpizero.sharding.update import Updater
@@ -90,7 +90,7 @@ class Engine(PlacedModel):
             self.exchange.begin(batch.samples, self.current_loss_scale())
             micro_batches = reducer.micro_batches(batch, summed=summed)
             # Every value is looked at afterwards, with its rank, tensor and samples: NumPy's warnings would say less.
-            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"), needing(*COMPUTING):
                 self.runner.run(micro_batches, self._context)
             with self.timeline.span("reduction", "rest"):
                 reducer.finish()
@@ -405,7 +405,7 @@ class Engine(PlacedModel):
                 self.all_reduce.rounds(batch.count),
                 getattr(self.model, "loss", None) if loss is None else loss,
             )
-            with self.runner.using_loss(loss):
+            with self.runner.using_loss(loss), needing(*COMPUTING):
                 result = evaluate(batch, self.runner, self.scalars, rounds, self._context, scores=scores, loss=used)
         if not weightless:
             check_weight(result.weight)

@@ -38,7 +38,7 @@ from mpizero.sharding.forward_backward import Evaluation
 from mpizero.sharding.mesh import AxisSettings, Mesh
 from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.sharding.parameter_access import ModelMetadata, ParameterAccess, Pending, describe, gather_pieces
-from mpizero.sharding.params import Shard
+from mpizero.sharding.params import COMPUTING, Shard, needing
 from mpizero.sharding.partition import ParallelLayout, SplitSettings
 from mpizero.sharding.step_report import StepReport
 from mpizero.types import Array
@@ -306,10 +306,11 @@ class Model(ParameterAccess):
         if self._engine.partitioned.cut is not None:
             self._engine.agree_on_space(SampleTree.of(x=x), alone=True)
         if not ema:
-            return self._engine.runner.predict(x)
+            with needing(*COMPUTING):
+                return self._engine.runner.predict(x)
         engine, comm = self._engine, self._mesh.communicator
         agree = nullcontext() if engine.partitioned.splits_layers else all_ranks(comm)
-        with engine.with_average(use=True), agree:
+        with engine.with_average(use=True), agree, needing(*COMPUTING):
             return engine.runner.predict(x)
 
     @collective

@@ -272,12 +272,17 @@ def paged(nbytes: int, page: int = PAGE) -> int:
     return -(-nbytes // page) * page
 
 
-#: Advice in errors: how to need less memory for model state, and for computing.
+#: Advice in errors: how to need less memory for model state.
 STATE_ADVICE = (
     'shard more (the strategy "zero3" keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or '
     "nodes, or split the model (mz.Mesh(pipeline=...)); `mpizero plan` tells what a layout needs"
 )
-COMPUTING_ADVICE = "choose a smaller micro_batch, more micro-batches (accumulate), or checkpointed blocks"
+#: What memory is needed for where layers compute, and the advice.
+COMPUTING = (
+    "computing a micro-batch",
+    "choose a smaller micro_batch, more micro-batches (accumulate), checkpointed blocks, or, for fields, more ranks "
+    "that share their space (mz.Mesh(domain=...))",
+)
 
 
 def refused(error: MemoryError, what: str, advice: str) -> OutOfMemoryError:

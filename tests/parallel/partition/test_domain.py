@@ -13,7 +13,7 @@ import pytest
 
 import mpizero as mz
 from mpizero import nn
-from mpizero.errors import ConfigError, DataError, GridError
+from mpizero.errors import ConfigError, DataError, GridError, OutOfMemoryError
 from mpizero.nn.domain_parallel import on_domain
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
@@ -313,6 +313,27 @@ def test_an_error_of_one_rank_s_part_is_the_one_that_is_raised(strategy):
             trains.train(x[own], x[own])
 
     with pytest.raises(DataError, match=r"at the positions of the prediction, \(9,\)"):
+        run_in_threads(2, step)
+
+
+class Greedy(Linear):
+    """A user's layer that no memory suffices for."""
+
+    def domain_form(self, domain: Any) -> Any:
+        return self
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        raise MemoryError("Unable to allocate 9 TiB")
+
+
+@pytest.mark.parametrize("call", ["train", "evaluate", "predict"])
+def test_refused_memory_in_a_layer_is_told_with_the_way_out(call):
+    def step(comm: Any) -> None:
+        with mz.distribute(Own(Greedy()), mz.SGD(lr=0.1), mesh=mz.Mesh(comm, domain=(1, 2))) as model:
+            x, y = (array[0][:, *model.mesh.slab(SPACE)] for array in data())
+            getattr(model, call)(*((x,) if call == "predict" else (x, y)))
+
+    with pytest.raises(OutOfMemoryError, match=r"a micro-batch \(Unable to allocate 9 TiB\); .*mz.Mesh\(domain="):
         run_in_threads(2, step)
 
 
