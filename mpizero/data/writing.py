@@ -212,7 +212,9 @@ def _successive(x: Array, slab: Slab, extents: tuple[int, ...], group: Any) -> t
     wanted = [numbers[_between(numbers, shard)] - shard.start for numbers in rows]
     shapes = [(len(n), *_extents(box[1:]), *x.shape[1 + len(box) :]) for n, box in zip(wanted, boxes, strict=True)]
     out = np.empty((shard.stop - shard.start, *extents[1:], *x.shape[1 + len(extents) :]), x.dtype)
-    received = group.all_to_all(sent, [prod(sizes) for sizes in shapes], "fields")
+    counts = [[len(numbers[_between(numbers, other)]) for other in shards] for numbers in rows]
+    of_row = [prod((*_extents(box[1:]), *x.shape[1 + len(box) :])) for box in boxes]
+    received = group.all_to_all(sent, np.array(counts) * np.array(of_row)[:, None], "fields")
     for numbers, box, sizes, block in zip(wanted, boxes, shapes, received, strict=True):
         out[(numbers, *box[1:])] = block.reshape(sizes)
     return shard.start * prod(out.shape[1:]), out.reshape(-1)
