@@ -28,7 +28,7 @@ from numpy.lib.stride_tricks import as_strided
 from mpizero.kernels import jit
 from mpizero.kernels.jit import apart, kernel
 from mpizero.kernels.matmul import fuses, matmul
-from mpizero.kernels.matmul_tile import HIGH, LOW, RunsTile, fold, tile_columns
+from mpizero.kernels.matmul_tile import HIGH, LOW, RunsTile, VectorCopy, flat, fold, tile_columns
 from mpizero.types import Array
 
 _high, _low, _one = (RunsTile(rows, along=True) for rows in (HIGH, LOW, 1))
@@ -36,6 +36,7 @@ _high_sums, _low_sums, _one_sums = (RunsTile(rows, along=False) for rows in (HIG
 #: Tiles for few columns, of one vector register: twice as many rows keep as many sums in registers.
 _tall, _tall_low, _tall_one = (RunsTile(rows, along=True, across=1) for rows in (2 * HIGH, 2 * LOW, 1))
 _tall_sums, _tall_low_sums, _tall_one_sums = (RunsTile(rows, along=False, across=1) for rows in (2 * HIGH, 2 * LOW, 1))
+_copy, _copy_half, _copy_rows = VectorCopy(), VectorCopy(across=1), VectorCopy(HIGH)
 #: Least number of multiplications of a thread's part.
 _WORTH_A_THREAD = 1 << 22
 
@@ -121,27 +122,27 @@ def line_products(
             row = min(row, rows - high)
             if narrow:
                 _tall(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide, start,
-                      s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+                      s_at, 0, out, target + row * c_step, c_step, width)  # fmt: skip
             else:
                 _high(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide, start,
-                      s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+                      s_at, 0, out, target + row * c_step, c_step, width)  # fmt: skip
             row += high
         elif rows >= low:
             row = min(row, rows - low)
             if narrow:
                 _tall_low(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide,
-                          start, s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+                          start, s_at, 0, out, target + row * c_step, c_step, width)  # fmt: skip
             else:
                 _low(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide, start,
-                     s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+                     s_at, 0, out, target + row * c_step, c_step, width)  # fmt: skip
             row += low
         else:
             if narrow:
                 _tall_one(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide,
-                          start, s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+                          start, s_at, 0, out, target + row * c_step, c_step, width)  # fmt: skip
             else:
                 _one(x, source + row * x_step, packed, b_at, runs, 0, at, 0, runs.size, length, x_step, wide, start,
-                     s_at, out, target + row * c_step, c_step, width)  # fmt: skip
+                     s_at, 0, out, target + row * c_step, c_step, width)  # fmt: skip
             row += 1
 
 
@@ -190,35 +191,45 @@ def window_sums(x: Array, runs: Array, length: int, dy: Array, boxes: Array, out
         high = HIGH * tile_columns(out.itemsize) // wide
         units = len(runs) * -(-length // high)
         parts = min(units, jit.threads_for(dy.size * len(out), _WORTH_A_THREAD))
-        stacks = np.empty((parts, together.bit_length() + 1, high * wide), dtype)
-        start = np.zeros(tile_columns(out.itemsize), dtype)
+        unit = high * wide * -(-out.shape[1] // wide)
+        at_once = min(-(-units // parts), max(1, _NEAREST // (unit * out.itemsize)))
+        stacks = np.empty((parts, together.bit_length() + 1, at_once * unit), dtype)
+        near = max(128, _NEAREST // (dy.shape[4] * dy.itemsize + max(x.strides[3], 64)))
+        most = max(near, int((boxes[:, 2, 1] - boxes[:, 2, 0]).max()))
+        packed = [np.empty((2, most * max(high, -(-out.shape[1] // wide) * wide)), dtype) for _ in range(parts)]
+        places = np.empty((parts, most), np.int64)
         tasks = [
             functools.partial(
                 _sums,
-                x,
+                flat(x),
                 runs,
                 dy,
-                start,
                 boxes,
                 first,
                 *lines,
                 partial,
                 stack,
+                *operands,
+                starts,
                 length,
+                x.strides[3] // x.itemsize,
                 together,
+                near,
                 wide,
                 part.start,
                 part.stop,
             )
-            for stack, part in zip(stacks, jit.parts_of(units, parts), strict=True)
+            for stack, operands, starts, part in zip(stacks, packed, places, jit.parts_of(units, parts), strict=True)
         ]
         jit.run_tasks(tasks, parts)
         if levels > 1:
             out[...] = partial[0]
 
 
-#: Bytes of operands that are read again for every block of the result.
-_NEAR = 1 << 20
+#: Bytes of operands that are read again for every block of the result; and of what is to be in the nearest cache.
+_NEAR, _NEAREST = 1 << 20, 1 << 15
+#: Positions of a line from which on its loop hides what it costs to begin and to end.
+_SHORT = 12
 
 
 def _boxes_at_once(nbytes: int, boxes: int) -> int:
@@ -250,46 +261,72 @@ def _lines(x: Array, dy: Array, boxes: Array, x_lines: Array, dy_lines: Array) -
 
 
 @kernel(
-    "void(const T[:,:,:,:,:], const i8[::1], const T[:,:,:,:,:], const T[::1], const i8[:,:,::1], const i8[::1],"
-    "const i8[::1], const i8[::1], T[:,:,::1], T[:,::1], i8, i8, i8, i8, i8)"
+    "void(const T[::1], const i8[::1], const T[:,:,:,:,:], const i8[:,:,::1], const i8[::1], const i8[::1],"
+    "const i8[::1], T[:,:,::1], T[:,::1], T[::1], T[::1], i8[::1], i8, i8, i8, i8, i8, i8, i8)"
 )
 def _sums(
-    x: Array, runs: Array, dy: Array, start: Array, boxes: Array, first: Array, x_lines: Array, dy_lines: Array,
-    partial: Array, stack: Array, length: int, together: int, wide: int, begin: int, end: int,
+    x: Array, runs: Array, dy: Array, boxes: Array, first: Array, x_lines: Array, dy_lines: Array, partial: Array,
+    stack: Array, left: Array, packed: Array, places: Array, length: int, x_step: int, together: int, near: int,
+    wide: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Compute the sums of the units ``begin`` to ``end``: blocks of rows of the result, for tiles of ``wide`` columns.
 
     ``partial`` and ``stack`` are stacks of partial sums, of groups of ``together`` tiles and of tiles; the result is
-    ``partial[0]``.
+    ``partial[0]``. As many units are computed together as ``stack`` has room for, from ``near`` positions at a time,
+    which stay in the nearest cache meanwhile: ``packed`` gets their elements of ``dy``, because where they lie, many
+    channels apart, few of them fit into it. Where lines are short, ``left`` gets those of ``x``, as one line.
     """
     high = HIGH * tile_columns(dy.itemsize) // wide
     columns, blocks = partial.shape[2], (length + high - 1) // high
-    depth = 0
+    panels, block = (columns + wide - 1) // wide, high * wide
+    at_once, depth = stack.shape[1] // (panels * block), 0
     for group in range(boxes.shape[0] // together):
-        for unit in range(end - begin):
-            run, row = (begin + unit) // blocks, (begin + unit) % blocks * high
-            height = min(high, length - row)
-            for panel in range((columns + wide - 1) // wide):
-                top = 0
-                for number in range(together):
-                    box = group * together + number
-                    count = boxes[box, 2, 1] - boxes[box, 2, 0]
-                    block_sums(x, runs[run] + row, dy, panel * wide, x_lines, dy_lines, first[box],
-                               first[box + 1] - first[box], count, start, stack, top, height, wide)  # fmt: skip
-                    added = number + 1
-                    while added % 2 == 0:
-                        top, added = top - 1, added // 2
-                        for k in range(height * wide):
-                            stack[top, k] += stack[top + 1, k]
-                    top += 1
-                for i in range(height):
-                    for k in range(min(wide, columns - panel * wide)):
-                        partial[depth, run * length + row + i, panel * wide + k] = stack[0, i * wide + k]
+        lead = begin
+        while lead < end:
+            after, top = min(lead + at_once, end), 0
+            for number in range(together):
+                box = group * together + number
+                count = boxes[box, 2, 1] - boxes[box, 2, 0]
+                stack[top] = 0
+                joins = panels > 2 and count < _SHORT
+                line, step = first[box], max(1, near // max(1, count))
+                while line < first[box + 1]:
+                    lines = min(step, first[box + 1] - line)
+                    pack_panels(dy, dy_lines, line, lines, count, packed, places, panels, wide)
+                    for unit in range(lead, after):
+                        run, row = unit // blocks, unit % blocks * high
+                        height = min(high, length - row)
+                        if joins:
+                            pack_rows(x, runs[run] + row, x_lines, line, lines, count, x_step, left, height, high)
+                        for panel in range(panels):
+                            to = top * stack.shape[1] + ((unit - lead) * panels + panel) * block
+                            at = panel * lines * count * wide
+                            if joins:
+                                block_sums(left, 0, packed, at, places, 0, places, 1, lines * count, high, stack, to,
+                                           height, wide)  # fmt: skip
+                            else:
+                                block_sums(x, runs[run] + row, packed, at, x_lines, line, places, lines, count, x_step,
+                                           stack, to, height, wide)  # fmt: skip
+                    line += lines
+                added = number + 1
+                while added % 2 == 0:
+                    top, added = top - 1, added // 2
+                    for k in range((after - lead) * panels * block):
+                        stack[top, k] += stack[top + 1, k]
+                top += 1
+            for unit in range(lead, after):
+                run, row = unit // blocks, unit % blocks * high
+                for panel in range(panels):
+                    to = ((unit - lead) * panels + panel) * block
+                    for i in range(min(high, length - row)):
+                        for k in range(min(wide, columns - panel * wide)):
+                            partial[depth, run * length + row + i, panel * wide + k] = stack[0, to + i * wide + k]
+            lead = after
         added = group + 1
         while added % 2 == 0:
             depth, added = depth - 1, added // 2
-            for unit in range(end - begin):
-                run, row = (begin + unit) // blocks, (begin + unit) % blocks * high
+            for unit in range(begin, end):
+                run, row = unit // blocks, unit % blocks * high
                 for i in range(min(high, length - row)):
                     for k in range(columns):
                         at = run * length + row + i
@@ -298,40 +335,74 @@ def _sums(
 
 
 @apart
-def block_sums(
-    x: Any, at: Any, dy: Any, column: Any, x_lines: Any, dy_lines: Any, first: Any, lines: Any, count: Any, start: Any,
-    stack: Any, top: Any, height: Any, wide: Any,
+def pack_panels(
+    dy: Any, dy_lines: Any, line: Any, lines: Any, count: Any, packed: Any, places: Any, panels: Any, wide: Any
 ) -> None:  # fmt: skip
-    """Write the sums over ``lines`` lines of ``count`` positions to the rows of ``stack[top]``, of ``wide`` columns."""
-    x_step, dy_step = x.strides[3] // dy.itemsize, dy.strides[3] // dy.itemsize
-    narrow = wide < tile_columns(dy.itemsize)
+    """Copy ``lines`` lines of ``count`` positions, one panel of ``wide`` columns after the other, to ``packed``.
+
+    ``places`` gets where each line begins in a panel.
+    """
+    step = dy.strides[3] // dy.itemsize
+    for i in range(lines):
+        places[i] = i * count * wide
+        for panel in range(panels):
+            source, to = dy_lines[line + i] + panel * wide, (panel * lines + i) * count * wide
+            for k in range(count):
+                if wide < tile_columns(dy.itemsize):
+                    _copy_half(dy, source + k * step, packed, to + k * wide)
+                else:
+                    _copy(dy, source + k * step, packed, to + k * wide)
+
+
+@apart
+def pack_rows(
+    x: Any, at: Any, x_lines: Any, line: Any, lines: Any, count: Any, step: Any, left: Any, height: Any, high: Any
+) -> None:  # fmt: skip
+    """Copy ``height`` elements of each position of ``lines`` lines to ``left``, one position every ``high`` elements."""
+    for i in range(lines):
+        source, to = x_lines[line + i] + at, i * count * high
+        for k in range(count):
+            if height == high:
+                _copy_rows(x, source + k * step, left, to + k * high)
+            else:
+                for r in range(height):
+                    left[to + k * high + r] = x[source + k * step + r]
+
+
+@apart
+def block_sums(
+    x: Any, at: Any, packed: Any, panel: Any, x_lines: Any, first: Any, places: Any, lines: Any, count: Any,
+    x_step: Any, stack: Any, place: Any, height: Any, wide: Any,
+) -> None:  # fmt: skip
+    """Add the sums over ``lines`` lines of ``count`` positions to ``height`` rows of ``wide`` columns of ``stack``."""
+    narrow = wide < tile_columns(packed.itemsize)
     high, low = (2 * HIGH, 2 * LOW) if narrow else (HIGH, LOW)
     done = 0
     while done < height:
-        to = top * stack.shape[1] + done * wide
+        to = place + done * wide
         if height - done == high:
             if narrow:
-                _tall_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step, dy_step,
-                           start, 0, stack, to, wide, wide)  # fmt: skip
+                _tall_sums(x, at + done, packed, panel, x_lines, first, places, 0, lines, count, x_step, wide,
+                           stack, to, wide, stack, to, wide, wide)  # fmt: skip
             else:
-                _high_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step, dy_step,
-                           start, 0, stack, to, wide, wide)  # fmt: skip
+                _high_sums(x, at + done, packed, panel, x_lines, first, places, 0, lines, count, x_step, wide,
+                           stack, to, wide, stack, to, wide, wide)  # fmt: skip
             done += high
         elif height - done >= low:
             if narrow:
-                _tall_low_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step,
-                               dy_step, start, 0, stack, to, wide, wide)  # fmt: skip
+                _tall_low_sums(x, at + done, packed, panel, x_lines, first, places, 0, lines, count, x_step,
+                               wide, stack, to, wide, stack, to, wide, wide)  # fmt: skip
             else:
-                _low_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step, dy_step,
-                          start, 0, stack, to, wide, wide)  # fmt: skip
+                _low_sums(x, at + done, packed, panel, x_lines, first, places, 0, lines, count, x_step, wide,
+                          stack, to, wide, stack, to, wide, wide)  # fmt: skip
             done += low
         else:
             if narrow:
-                _tall_one_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step,
-                               dy_step, start, 0, stack, to, wide, wide)  # fmt: skip
+                _tall_one_sums(x, at + done, packed, panel, x_lines, first, places, 0, lines, count, x_step,
+                               wide, stack, to, wide, stack, to, wide, wide)  # fmt: skip
             else:
-                _one_sums(x, at + done, dy, column, x_lines, first, dy_lines, first, lines, count, x_step, dy_step,
-                          start, 0, stack, to, wide, wide)  # fmt: skip
+                _one_sums(x, at + done, packed, panel, x_lines, first, places, 0, lines, count, x_step, wide,
+                          stack, to, wide, stack, to, wide, wide)  # fmt: skip
             done += 1
 
 
@@ -352,10 +423,10 @@ def position_sums(dy: Array, boxes: Array, out: Array) -> None:
 
     Positions and tiles are added in the order of :func:`window_sums`.
     """
-    _position_sums(dy, boxes, np.empty((len(boxes).bit_length() + 1, len(out)), out.dtype), out)
+    _position_sums(np.ascontiguousarray(dy), boxes, np.empty((len(boxes).bit_length() + 1, len(out)), out.dtype), out)
 
 
-@kernel("void(const T[:,:,:,:,:], const i8[:,:,::1], T[:,::1], T[::1])")
+@kernel("void(const T[:,:,:,:,::1], const i8[:,:,::1], T[:,::1], T[::1])")
 def _position_sums(dy: Array, boxes: Array, stack: Array, out: Array) -> None:
     """Compute the sums; ``stack`` is temporary memory."""
     top = 0

@@ -136,23 +136,23 @@ class SumsTile(Intrinsic):
 
 
 class RunsTile(Intrinsic):
-    """Compute sums of products of operands that lie in memory in runs, without packing.
+    """Compute sums of products of operands that lie in memory in runs, without packing, or go on with such sums.
 
     A tile has ``rows`` rows and as many columns as ``across`` vector registers have elements.
 
     Calls are ``tile(a, a_at, b, b_at, a_runs, a_first, b_runs, b_first, runs, length, a_step, b_step, start, start_at,
-    c, c_at, c_step, columns)``.
+    start_step, c, c_at, c_step, columns)``.
 
     A run has ``length`` positions. Run r of the left operand begins at element ``a_at + a_runs[a_first + r]`` of ``a``,
     that of the right one at ``b_at + b_runs[b_first + r]`` of ``b``. At position p, column j of the right operand is
     the element ``p * b_step + j`` from there. Row i of the left one is the element ``p + i * a_step`` if ``along`` is
     true (successive positions are neighbours in memory), else ``p * a_step + i`` (successive rows are). Each sum begins
-    with element ``start_at + j`` of ``start``; terms are added in ascending order, run after run. The sum of row i and
-    column j overwrites the element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``. Elements of ``b`` and
-    ``start`` are read for all columns of a tile.
+    with element ``start_at + i * start_step + j`` of ``start``; terms are added in ascending order, run after run. The
+    sum of row i and column j overwrites the element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``. Elements of
+    ``b`` and ``start`` are read for all columns of a tile.
     """
 
-    arguments = 18
+    arguments = 19
     #: Rows that share a pointer, where rows lie ``a_step`` apart: with a pointer each they would fill the registers.
     _SHARED = 3
 
@@ -166,10 +166,12 @@ class RunsTile(Intrinsic):
     def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         """Write the operation as LLVM code."""
         write = _Vectors(context, builder, signature)
-        a, b, a_runs, b_runs, start, c = (write.pointer(args, i) for i in (0, 2, 4, 6, 12, 14))
-        runs, length, a_step, b_step, c_step, columns = (args[i] for i in (8, 9, 10, 11, 16, 17))
-        first = [write.load(builder.gep(start, [write.number(k * write.lanes)])) for k in range(self.across)]
-        run, sums, close = write.loop(runs, 1, write.number(0), [first] * self.rows)
+        a, b, a_runs, b_runs, start, c = (write.pointer(args, i) for i in (0, 2, 4, 6, 12, 15))
+        runs, length, a_step, b_step, start_step, c_step, columns = (args[i] for i in (8, 9, 10, 11, 14, 17, 18))
+        first = [
+            [write.load(write.moved(start, i, start_step, k)) for k in range(self.across)] for i in range(self.rows)
+        ]
+        run, sums, close = write.loop(runs, 1, write.number(0), first)
         left = builder.gep(a, [builder.load(builder.gep(a_runs, [run]))])
         right = builder.gep(b, [builder.load(builder.gep(b_runs, [run]))])
         lines = [left]
@@ -248,22 +250,22 @@ class VectorTranspose(Intrinsic):
 
 
 class VectorCopy(Intrinsic):
-    """Copy ``count`` elements (by default, a tile's columns) by vector instructions: ``copy(x, at, out, out_at)``."""
+    """Copy ``count`` elements, by default those of ``across`` vectors: ``copy(x, at, out, out_at)``."""
 
     arguments = 4
 
-    def __init__(self, count: int | None = None) -> None:
-        self.count = count
+    def __init__(self, count: int | None = None, across: int = _ACROSS) -> None:
+        self.count, self.across = count, across
 
     def __call__(self, x: Any, at: int, out: Any, out_at: int) -> None:
         """Copy the elements in Python."""
-        count = self.count or tile_columns(x.itemsize)
+        count = self.count or self.across * VECTOR // x.itemsize
         out[out_at : out_at + count] = flat(x)[at : at + count]
 
     def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         """Write the operation as LLVM code."""
         write = _Vectors(context, builder, signature)
-        kind = write.of(self.count or _ACROSS * write.lanes)
+        kind = write.of(self.count or self.across * write.lanes)
         write.store(write.load(write.pointer(args, 0), kind), write.pointer(args, 2))
 
 
