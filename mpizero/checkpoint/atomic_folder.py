@@ -275,14 +275,18 @@ def _make_temporary(path: str) -> str:
 def fill_file(path: str, skeleton: Skeleton) -> None:
     """Make the state file at its final size, with the structure of the HDF5 file but without the values of arrays.
 
-    Raises ``OSError`` if the disk has too little free space. The space is not reserved, because reserving it on a file
+    Raises ``CheckpointIOError`` if the disk has too little free space. The space is not reserved, because reserving it on a file
     system in memory (tmpfs) would make all ranks wait. If the disk fills up later, writes fail. Not collective: rank 0
     only.
     """
     space = os.statvfs(os.path.dirname(path))
     if space.f_bavail * space.f_frsize < skeleton.nbytes:
         free = space.f_bavail * space.f_frsize
-        raise OSError(errno.ENOSPC, f"{skeleton.nbytes} bytes are needed, {free} are free", path)
+        error = CheckpointIOError(
+            f"{path}: {os.strerror(errno.ENOSPC)}: {skeleton.nbytes} bytes are needed, {free} are free"
+        )
+        error.errno = errno.ENOSPC
+        raise error
     with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         try:
             os.ftruncate(file, skeleton.nbytes)
