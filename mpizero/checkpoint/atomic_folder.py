@@ -275,9 +275,9 @@ def _make_temporary(path: str) -> str:
 def fill_file(path: str, skeleton: Skeleton) -> None:
     """Make the state file at its final size, with the structure of the HDF5 file but without the values of arrays.
 
-    Raises ``CheckpointIOError`` if the disk has too little free space. The space is not reserved, because reserving it on a file
-    system in memory (tmpfs) would make all ranks wait. If the disk fills up later, writes fail. Not collective: rank 0
-    only.
+    Raises ``CheckpointIOError`` if the disk has too little free space. The space is not reserved, because reserving it
+    on a file system in memory (tmpfs) would make all ranks wait. If the disk fills up later, writes fail. Not
+    collective: rank 0 only.
     """
     space = os.statvfs(os.path.dirname(path))
     if space.f_bavail * space.f_frsize < skeleton.nbytes:

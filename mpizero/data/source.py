@@ -195,16 +195,13 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, indices: Indices) -> tuple[Any, Any]:
-        """Return the samples ``(x, y)`` of ``indices``, in the order of ``indices``, which the caller has checked.
-
-        A rank that has no sample of a batch gives no indices, and wants arrays of no samples.
-        """
+        """Return the samples ``(x, y)`` of ``indices``, which have been checked, in their order; there may be none."""
 
     def read_slab(self, indices: Indices, slab: Slab, **keywords: Any) -> tuple[Any, Any]:
         """Return this rank's part of the samples ``indices``, whose space a domain cuts (docs/domain.md).
 
-        As in :meth:`read`, there may be none. By default the samples are read whole, by :meth:`read`, which also gets
-        the ``keywords``, and cut. The sources of files and arrays read no more than the part.
+        By default the samples are read whole, by :meth:`read`, which also gets the ``keywords``, and cut. The sources
+        of files and arrays read no more than the part.
         """
         samples = self.read(indices, **keywords)
         self._checked_leaves(samples, len(indices))

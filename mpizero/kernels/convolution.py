@@ -316,11 +316,8 @@ def _sums(
                 top += 1
             for unit in range(lead, after):
                 run, row = unit // blocks, unit % blocks * high
-                for panel in range(panels):
-                    to = ((unit - lead) * panels + panel) * block
-                    for i in range(min(high, length - row)):
-                        for k in range(min(wide, columns - panel * wide)):
-                            partial[depth, run * length + row + i, panel * wide + k] = stack[0, to + i * wide + k]
+                at, to = run * length + row, (unit - lead) * panels * block
+                write_rows(stack, to, partial, depth, at, min(high, length - row), block, wide)
             lead = after
         added = group + 1
         while added % 2 == 0:
@@ -332,6 +329,19 @@ def _sums(
                         at = run * length + row + i
                         partial[depth, at, k] += partial[depth + 1, at, k]
         depth += 1
+
+
+@apart
+def write_rows(
+    stack: Any, at: Any, partial: Any, depth: Any, row: Any, height: Any, block: Any, wide: Any
+) -> None:  # fmt: skip
+    """Write the first sums of a unit, which lie in blocks of ``wide`` columns, to ``height`` rows of the result."""
+    columns, panel = partial.shape[2], 0
+    while panel * wide < columns:
+        for i in range(height):
+            for k in range(min(wide, columns - panel * wide)):
+                partial[depth, row + i, panel * wide + k] = stack[0, at + panel * block + i * wide + k]
+        panel += 1
 
 
 @apart
