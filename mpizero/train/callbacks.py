@@ -20,11 +20,11 @@ import numpy as np
 
 from mpizero._util.checks import require, whole
 from mpizero._util.names import nearest, shown
-from mpizero._util.pytree import map_arrays
+from mpizero._util.pytree import SampleTree, map_arrays
 from mpizero.comm import Communicator
 from mpizero.comm.agreement import agree_on_call, all_ranks, raise_on_all, record_call
 from mpizero.data.batches import slab_of
-from mpizero.errors import ArgumentError, CollectiveError, ConfigError, StateError, UnsupportedError
+from mpizero.errors import ArgumentError, CollectiveError, ConfigError, DataError, StateError, UnsupportedError
 from mpizero.layout import Grains
 from mpizero.nn.layer import add_location
 from mpizero.sharding import StepReport
@@ -412,6 +412,7 @@ class UserMetrics:
         group, grains = self._model.batch_group, Grains(len(part), size)
         local_grains = grains.assigned(group.rank, group.size)
         rounds = max(len(grains.assigned(rank, group.size)) for rank in range(group.size))
+        axes = len(self._model.mesh.domain)
         comm, returned = self._model.mesh.communicator, list[tuple[str, tuple[Any, Any]]]()
         try:
             spare: tuple[Any, Any] = local_samples
@@ -421,7 +422,9 @@ class UserMetrics:
                 counts = number < len(local_grains)
                 batch = _part(local_samples, number * size, size) if counts else spare
                 for name, function in self._metrics.items():
-                    pair = _checked(name, function(self._model, batch), cut=bool(self._model.mesh.domain))
+                    pair = _checked(name, function(self._model, batch), cut=bool(axes))
+                    if axes:
+                        _require_part(name, pair, batch, axes)
                     if counts:
                         returned.append((name, pair))
         except Exception as error:  # the report about a mismatch then shows it
@@ -499,6 +502,19 @@ def _checked(name: str, returned: Any, *, cut: bool) -> tuple[Any, Any]:
     if cut or not all(isinstance(value, Real) for value in numbers) or not float(numbers[1]) >= 0:
         raise ConfigError(f"metric {name!r} returned {returned!r:.80}: expected {_EXPECTED[cut]}")
     return float(numbers[0]), float(numbers[1])
+
+
+def _require_part(name: str, pair: tuple[Array, Array], batch: tuple[Any, Any], axes: int) -> None:
+    """Raise DataError if fields have other positions than the samples: parts of another field would fit together, too.
+
+    ``axes`` is the number of axes of space.
+    """
+    spaces = {leaf.shape[1 : axes + 1] for leaf in SampleTree.of(samples=batch).leaves if leaf.ndim > axes}
+    if wrong := [field.shape[1:-1] for field in pair if field.shape[1:-1] not in spaces]:
+        raise DataError(
+            f"metric {name!r} returned a field of {wrong[0]} positions; this rank's part of the samples has "
+            f"{' or '.join(map(str, sorted(spaces)))}: return values and weights at the positions of the part"
+        )
 
 
 class TensorBoard(Callback):

@@ -214,8 +214,10 @@ def test_in_a_job_metrics_of_fields_have_the_bits_of_one_process(world, tmp_path
     [
         (lambda rank, part: (1.0, 1), ConfigError, "metric 'own' returned (1.0, 1): expected two arrays"),
         (lambda rank, part: (part, -part), ConfigError, "metric 'own' returned (array("),
-        (lambda rank, part: (part[:, rank:],) * 2, DataError, "metric 'own', domain_sum: rank 0 of the domain 2"),
-        (lambda rank, part: (part, part[:, 1:]), DataError, "metric 'own', domain_sum: takes fields of the same"),
+        (lambda rank, part: (part[:, rank:],) * 2, DataError, "metric 'own' returned a field of ("),
+        (lambda rank, part: (part, part[:, 1:]), DataError, "metric 'own' returned a field of ("),
+        (lambda rank, part: (np.repeat(part, 2, 1),) * 2, DataError, "this rank's part of the samples has ("),
+        (lambda rank, part: (part, part[:1, ..., :0]), DataError, "metric 'own', domain_sum: takes fields of the same"),
         (lambda rank, part: ((part, part), (1.0, 1))[rank], ConfigError, "expected two arrays"),
     ],
 )  # fmt: skip
