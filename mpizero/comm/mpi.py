@@ -602,10 +602,11 @@ def free_space(folder: str = SHARED_FOLDER) -> int | None:
     promised = RESERVE
     try:
         status = os.statvfs(folder)
-        for file in os.scandir(folder):
-            with contextlib.suppress(OSError):  # removed meanwhile
-                entry = file.stat(follow_symlinks=False)
-                promised += max(0, entry.st_size - 512 * entry.st_blocks)
+        with os.scandir(folder) as files:
+            for file in files:
+                with contextlib.suppress(OSError):  # removed meanwhile
+                    entry = file.stat(follow_symlinks=False)
+                    promised += max(0, entry.st_size - 512 * entry.st_blocks)
     except OSError:
         return None
     unlimited = status.f_blocks == 0

@@ -198,27 +198,10 @@ def window_sums(x: Array, runs: Array, length: int, dy: Array, boxes: Array, out
         most = max(near, int((boxes[:, 2, 1] - boxes[:, 2, 0]).max()))
         packed = [np.empty((2, most * max(high, -(-out.shape[1] // wide) * wide)), dtype) for _ in range(parts)]
         places = np.empty((parts, most), np.int64)
+        given = flat(x), runs, dy, boxes, first, *lines, partial
+        sizes = length, x.strides[3] // x.itemsize, together, near, wide
         tasks = [
-            functools.partial(
-                _sums,
-                flat(x),
-                runs,
-                dy,
-                boxes,
-                first,
-                *lines,
-                partial,
-                stack,
-                *operands,
-                starts,
-                length,
-                x.strides[3] // x.itemsize,
-                together,
-                near,
-                wide,
-                part.start,
-                part.stop,
-            )
+            functools.partial(_sums, *given, stack, *operands, starts, *sizes, part.start, part.stop)
             for stack, operands, starts, part in zip(stacks, packed, places, jit.parts_of(units, parts), strict=True)
         ]
         jit.run_tasks(tasks, parts)
