@@ -192,6 +192,10 @@ def _record(like: Any, names: list[str], children: list[Any]) -> Any:
     return twin
 
 
+#: Types of arrays that need no further look.
+_USUAL = frozenset(map(np.dtype, "?bBhHiIlLfd"))
+
+
 def _samples(value: Any, path: str) -> Array:
     """Convert the leaf named ``path`` to a NumPy array with samples on its first axis, in this machine's byte order.
 
@@ -202,6 +206,8 @@ def _samples(value: Any, path: str) -> Array:
     DataError
         If the leaf is an array that cannot be used (it is masked, or not on the host).
     """
+    if type(value) is np.ndarray and value.ndim and value.dtype in _USUAL and value.dtype.byteorder in "=|":
+        return value
     unmasked_samples(value, path)
     if not isinstance(value, np.ndarray) and (isinstance(value, type) or not hasattr(value, "__array__")):
         raise _Uncut(f"{path} is {_called(value)}")

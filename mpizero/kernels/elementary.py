@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from decimal import Context, Decimal
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -315,6 +316,7 @@ def cos_sin_turn(u: Any, T: Any) -> Any:  # noqa: N803
 _DIGITS = Context(prec=40)
 
 
+@lru_cache(maxsize=16)  # every group of an optimizer asks for the same
 def power(base: float, exponent: int) -> float:
     """Return ``base**exponent`` of a float in [0, 1], on the host: rounded once, from 40 decimal digits."""
     return float(_DIGITS.power(Decimal(base), exponent))

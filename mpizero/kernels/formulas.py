@@ -220,9 +220,9 @@ def relu(x: Any, T: Any) -> Any:  # noqa: N803
     return T(0.0) if x <= T(0.0) else x
 
 
-def relu_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
-    """Return 0 if ``x <= 0``, otherwise ``dy``."""
-    return T(0.0) if x <= T(0.0) else dy
+def relu_gradient(y: Any, dy: Any, T: Any) -> Any:  # noqa: N803
+    """Return ``dy`` times the derivative of ReLU where its value is ``y``: 0 if ``y <= 0``, otherwise ``dy``."""
+    return T(0.0) if y <= T(0.0) else dy
 
 
 def tanh_value(x: Any, T: Any) -> Any:  # noqa: N803
@@ -230,10 +230,9 @@ def tanh_value(x: Any, T: Any) -> Any:  # noqa: N803
     return hyperbolic_tangent(x, T)
 
 
-def tanh_gradient(x: Any, dy: Any, T: Any) -> Any:  # noqa: N803
-    """Return ``dy`` times the derivative of tanh at ``x``."""
-    t = hyperbolic_tangent(x, T)
-    return dy * (T(1.0) - t * t)
+def tanh_gradient(y: Any, dy: Any, T: Any) -> Any:  # noqa: N803
+    """Return ``dy`` times the derivative of tanh where its value is ``y``."""
+    return dy * (T(1.0) - y * y)
 
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)

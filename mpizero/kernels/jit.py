@@ -62,7 +62,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mpizero._util.text import notice
-from mpizero.kernels import machine_code
+from mpizero.kernels import machine_code, recording
 from mpizero.kernels.machine_code import ALIGNED, C_CONTIGUOUS, WRITEABLE, ArrayLayout, address_of
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ DTYPES = {"f": "f4", "d": "f8"}
 REFUSED: Any = np.ndarray
 #: Least number of elements of a thread's part of divided arrays: fewer take no longer than a second thread to begin.
 _WORTH_A_THREAD = 1 << 19
+_RECORDINGS = recording.OPEN
 _COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be entered by two threads
 
 
@@ -157,7 +158,11 @@ class Kernel:
         except TypeError:
             self._check(args)
             raise
-        return self._choose(args) if result is REFUSED else result
+        if result is REFUSED:
+            result = self._choose(args)
+        if _RECORDINGS and (open_one := _RECORDINGS.get(threading.get_ident())) is not None:
+            open_one.calls.append((self._calls[self._check(args)], args))
+        return result
 
     def _choose(self, args: tuple[Any, ...]) -> Any:
         """Run the machine code for the arguments' dtype, after compiling or loading it; return the kernel's result.
@@ -580,7 +585,11 @@ def run_tasks(tasks: Iterable[Callable[[], Any]], threads: int) -> None:
     Exception
         An exception that a task raised, after all threads have ended.
     """
-    left = iter(tuple(tasks))
+    recording.call(_run_tasks, tuple(tasks), threads)
+
+
+def _run_tasks(tasks: tuple[Callable[[], Any], ...], threads: int) -> None:
+    left = iter(tasks)
 
     def work() -> None:
         while (task := next(left, None)) is not None:  # next() on a tuple's iterator is atomic under the lock

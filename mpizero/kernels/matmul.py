@@ -30,7 +30,7 @@ import numpy as np
 
 from mpizero._util.text import installed_version, notice
 from mpizero.errors import ConfigError
-from mpizero.kernels import jit
+from mpizero.kernels import jit, recording
 from mpizero.kernels.jit import apart, kernel
 from mpizero.kernels.machine_code import interpreted, speaks
 from mpizero.kernels.matmul_tile import (
@@ -71,14 +71,16 @@ def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], o
     result = np.empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
     if between is not None and isinstance(chosen, KernelProducts):
         done = chosen.product_by_parts(a, b, result, between)
-    else:
+    elif isinstance(chosen, KernelProducts):
         done = chosen.product(a, b, result)
+    else:
+        done = recording.call(chosen.product, a, b, result)
     return result if done else _by_numpy(chosen, a, b, result)
 
 
 def _by_numpy(chosen: KernelProducts | BlasLibrary | None, a: Array, b: Array, out: Array | None) -> Array:
     """Multiply by NumPy; where the kernel multiplies otherwise, count it, and say so once."""
-    result: Array = np.matmul(a, b, out=out)
+    result: Array = np.matmul(a, b) if out is None else recording.call(np.matmul, a, b, out)
     if isinstance(chosen, KernelProducts):
         what = f"NumPy multiplies {a.dtype} with {a.ndim} axes by {b.dtype} with {b.ndim}"
         if not chosen.by_numpy and speaks():
@@ -155,7 +157,7 @@ class KernelProducts:
 
     def memory(self, a: Array, b: Array) -> Array:
         """Return the temporary memory for the product ``a @ b``."""
-        return np.empty(memory_size(*a.shape, b.shape[1], a.itemsize), a.dtype)
+        return recording.temporary(memory_size(*a.shape, b.shape[1], a.itemsize), a.dtype)
 
     def product(self, a: Array, b: Array, out: Array) -> bool:
         """Write ``a @ b`` to ``out`` and return True; return False and do nothing if the shapes or dtypes do not fit.
@@ -173,7 +175,7 @@ class KernelProducts:
         elif work:
             self._part(a, b, out)
         else:
-            out[...] = 0
+            recording.call(out.fill, 0)
         return True
 
     def product_by_parts(self, a: Array, b: Array, out: Array, between: Callable[[], object]) -> bool:
@@ -187,7 +189,7 @@ class KernelProducts:
         for part in self._cut(a, b, out, parts):
             if not self.product(*part):
                 return False
-            between()
+            recording.call(between)
         return True
 
     def _in_parts(self, a: Array, b: Array, out: Array, parts: int) -> None:
@@ -207,7 +209,7 @@ class KernelProducts:
         if not product(a, b, out, memory):
             result = np.empty_like(out, order="C")
             product(np.ascontiguousarray(a), np.ascontiguousarray(b), result, memory)
-            out[...] = result
+            recording.call(np.copyto, out, result)
 
 
 def threads_for(multiplications: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from mpizero import kernels
 from mpizero._util.checks import unmasked
 from mpizero.errors import ConfigError, DataError, LayoutError
-from mpizero.kernels import gpu
+from mpizero.kernels import gpu, recording
 from mpizero.kernels import matmul as host_products
 from mpizero.kernels import namespace as namespace
 from mpizero.layout.tensor_parts import part_rows, part_runs, take_rows
@@ -71,7 +71,7 @@ def sum_rows(dy: Array, out: Array) -> None:
     """
     xp = namespace(dy)
     if xp is np:
-        rows = np.ascontiguousarray(dy)
+        rows = contiguous(dy)
         kernels.backend(rows).layers.column_sums(rows, out)
     else:
         xp.sum(dy, axis=0, out=out)
@@ -111,7 +111,58 @@ def as_rows(x: Array, features: int, dtype: np.dtype[Any], where: str) -> Array:
     rows = x.reshape(-1, features) if x.size else x.reshape(int(np.prod(x.shape[:-1])), features)
     if type(rows) is np.ndarray and rows.flags.c_contiguous and rows.dtype == dtype:  # as usual
         return rows
-    return namespace(x).ascontiguousarray(rows, dtype=dtype)
+    return contiguous(rows, dtype)
+
+
+def contiguous(x: Array, dtype: Any = None) -> Array:
+    """Return ``x`` itself if it is contiguous and of ``dtype`` (None: of any), else a contiguous copy in ``dtype``."""
+    dtype = x.dtype if dtype is None else np.dtype(dtype)
+    if type(x) is np.ndarray:
+        if x.flags.c_contiguous and x.dtype == dtype:
+            return x
+        return copied(x, dtype)
+    result: Array = namespace(x).ascontiguousarray(x, dtype=dtype)
+    return result
+
+
+def copied(x: Array, dtype: Any) -> Array:
+    """Return a contiguous copy of ``x`` in ``dtype``."""
+    copy: Array = namespace(x).empty(x.shape, dtype)
+    assign(copy, x)
+    return copy
+
+
+def assign(out: Array, value: Any) -> None:
+    """Write ``value``, an array or a number, to ``out``."""
+    if type(out) is np.ndarray:
+        recording.call(np.copyto, out, value, "unsafe")
+    else:
+        out[...] = value
+
+
+def add_to(out: Array, value: Array) -> None:
+    """Add ``value`` to ``out``, in place."""
+    if type(out) is np.ndarray:
+        recording.call(np.add, out, value, out)
+    else:
+        out += value
+
+
+def add_bias(x: Array, bias: Array) -> None:
+    """Add ``bias`` to every row of ``x`` (..., features), in place."""
+    if x.flags.c_contiguous and x.size:
+        rows = x.reshape(-1, x.shape[-1])
+        kernels.backend(rows).layers.add_bias(rows, bias, rows)
+    else:
+        add_to(x, bias)
+
+
+def sum_samples(x: Array, out: Array) -> None:
+    """Write the sum of ``x`` over its first axis to ``out``."""
+    if type(out) is np.ndarray:
+        recording.call(np.add.reduce, x, 0, None, out)
+    else:
+        namespace(x).sum(x, axis=0, out=out)
 
 
 def require_array(x: Any, where: str, what: str = "input") -> None:
@@ -164,12 +215,16 @@ def as_ids(x: Array, bound: int, where: str) -> Array:
     require_array(x, where)
     if x.dtype.kind not in "iu":
         raise DataError(f"{where}: takes integer ids, the input has dtype {x.dtype}; cast it with astype(numpy.int64)")
+    recording.call(_require_ids, x, bound, where)
+    return contiguous(x, np.int64)
+
+
+def _require_ids(x: Array, bound: int, where: str) -> None:
     if x.size and (int(x.min()) < 0 or int(x.max()) >= bound):
         raise DataError(
             f"{where}: takes ids from 0 to {bound - 1}, the input has ids from {int(x.min())} to {int(x.max())}; "
             "make the vocabulary larger or map the ids into it"
         )
-    return namespace(x).ascontiguousarray(x, dtype=np.int64)
 
 
 #: ``fill(spec, start, stop, out)`` writes elements ``start:stop`` of a parameter's start values to ``out``.

@@ -24,7 +24,9 @@ import numpy as np
 
 from mpizero._util.checks import fraction, require, unmasked, whole
 from mpizero.errors import CollectiveError, ConfigError, LayoutError, MpizeroError, PeerFailure, UnsupportedError
+from mpizero.kernels import recording
 from mpizero.layout.flat import joined, nested
+from mpizero.nn.arrays import add_bias
 from mpizero.types import (
     EVALUATE,
     INTEGER_DTYPES,
@@ -218,7 +220,7 @@ def poll(params: Params) -> None:
     """
     method = poll_of(params)
     if method is not None:
-        method()
+        recording.call(method)
 
 
 def poll_of(params: Params) -> Callable[[], object] | None:
@@ -468,7 +470,7 @@ class Affine(Layer):
         y, cache = self.product(params, x, run)
         bias = self.last_bias(params)
         if bias is not None:
-            y += bias
+            add_bias(y, bias)
         return y, cache
 
 

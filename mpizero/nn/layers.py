@@ -19,7 +19,7 @@ from mpizero._util.checks import positive, require, whole
 from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
 from mpizero.layout.flat import flat_names, value_at
-from mpizero.nn.arrays import as_rows, matmul, namespace, require_floats, sum_rows, vector
+from mpizero.nn.arrays import add_bias, as_rows, assign, contiguous, matmul, namespace, require_floats, sum_rows, vector
 from mpizero.nn.layer import (
     Affine,
     Graph,
@@ -203,34 +203,36 @@ class Projection(Layer):
 class Activation(Layer):
     """Apply an elementwise function; a subclass sets ``kernel``, the name of the forward kernel.
 
-    The backward kernel has the same name with the suffix ``_backward``.
+    The backward kernel has the same name with the suffix ``_backward``. It computes the derivative from the input or,
+    with ``of_output``, from the output, which the next layer keeps in any case.
     """
 
     kernel: ClassVar[str]
+    of_output: ClassVar[bool] = False
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Apply the activation to every element; return the result, and ``x`` as the cache."""
+        """Apply the activation to every element; return the result and the cache: ``x`` or, ``of_output``, it again."""
         require_floats(x, type(self).__name__)
         xp = namespace(x)
-        x = xp.ascontiguousarray(x)
+        x = contiguous(x)
         y = xp.empty_like(x)
         getattr(kernels.backend(x).layers, self.kernel)(x.reshape(-1), y.reshape(-1))
-        return y, x
+        return y, (y if self.of_output else x)
 
     def forward_biased(self, x: Array, bias: Array | None) -> tuple[Array, Any]:
-        """Return the activation of ``x + bias``, and this sum as the cache; ``bias`` may be None.
+        """Return the activation of ``x + bias``, and the cache; ``bias`` may be None.
 
         The sum is written to ``x``.
         """
         if bias is not None:
-            x += bias
+            add_bias(x, bias)
         return self.forward({}, x)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return ``dy`` multiplied by the derivative of the activation, and None."""
         xp = namespace(cache)
         dx = xp.empty_like(cache)
-        self._multiply(cache, xp.ascontiguousarray(dy), dx)
+        self._multiply(cache, contiguous(dy), dx)
         return dx, None
 
     def backward_over(self, cache: Any, dy: Array) -> Array:
@@ -241,9 +243,9 @@ class Activation(Layer):
         self._multiply(cache, dy, dy)
         return dy
 
-    def _multiply(self, x: Array, dy: Array, dx: Array) -> None:
-        backward = getattr(kernels.backend(x).layers, f"{self.kernel}_backward")
-        backward(x.reshape(-1), dy.reshape(-1), dx.reshape(-1))
+    def _multiply(self, cache: Array, dy: Array, dx: Array) -> None:
+        backward = getattr(kernels.backend(cache).layers, f"{self.kernel}_backward")
+        backward(cache.reshape(-1), dy.reshape(-1), dx.reshape(-1))
 
 
 @explains
@@ -271,7 +273,7 @@ class GELU(Activation):
         if bias is None:
             return self.forward({}, x)
         xp = namespace(x)
-        rows = xp.ascontiguousarray(x).reshape(-1, x.shape[-1])
+        rows = contiguous(x).reshape(-1, x.shape[-1])
         y = xp.empty_like(rows)
         kernels.backend(x).layers.bias_gelu(rows, bias, rows, y)
         return y.reshape(x.shape), rows.reshape(x.shape)
@@ -319,6 +321,7 @@ class ReLU(Activation):
     """
 
     kernel: ClassVar[str] = "relu"
+    of_output: ClassVar[bool] = True
 
 
 @explains
@@ -339,6 +342,7 @@ class Tanh(Activation):
     """
 
     kernel: ClassVar[str] = "tanh"
+    of_output: ClassVar[bool] = True
 
 
 _BY_NAME: dict[str, Activation] = {"gelu": GELU(), "silu": SiLU(), "relu": ReLU(), "tanh": Tanh()}
@@ -424,15 +428,16 @@ class LayerNorm(Layer):
         rows, mean, rstd = cache
         weight = params["weight"]
         xp = namespace(rows)
-        dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))
-        past = rows[:0] if residual is None else xp.ascontiguousarray(residual.reshape(rows.shape))
+        dy_rows = contiguous(dy.reshape(rows.shape))
+        past = rows[:0] if residual is None else contiguous(residual.reshape(rows.shape))
         dx, sums = xp.empty_like(rows), xp.empty((2, self.features), rows.dtype)
         kernels.backend(rows).layers.layernorm_backward(dy_rows, rows, weight, mean, rstd, past, dx, sums[0], sums[1])
         return dx.reshape(dy.shape), sums
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of ``weight`` and ``bias``."""
-        grads["weight"][...], grads["bias"][...] = pending
+        for name, values in zip(("weight", "bias"), pending, strict=True):
+            assign(grads[name], values)
 
 
 @explains
@@ -491,7 +496,7 @@ class RMSNorm(Layer):
         """Return the gradient of ``x``, and ``dy`` as a matrix for :meth:`backward_weights`."""
         rows, rstd = cache
         xp = namespace(rows)
-        dy_rows = xp.ascontiguousarray(dy.reshape(rows.shape))
+        dy_rows = contiguous(dy.reshape(rows.shape))
         dx = xp.empty_like(rows)
         kernels.backend(rows).layers.rmsnorm_backward_input(dy_rows, rows, params["weight"], rstd, dx)
         return dx.reshape(dy.shape), dy_rows
@@ -567,7 +572,7 @@ class Dropout(Layer):
         the whole sample. The backward pass calls this function with ``dy`` as ``x``.
         """
         xp = namespace(x)
-        x = xp.ascontiguousarray(x)
+        x = contiguous(x)
         y: Array = xp.empty_like(x)
         per_sample = x.size // x.shape[0]
         kernels.backend(x).reduction.dropout(

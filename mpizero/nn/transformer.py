@@ -24,8 +24,14 @@ from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels.jit import parts_of, run_tasks
 from mpizero.kernels.matmul import by_kernels, threads_for
+from mpizero.kernels.recording import temporary
 from mpizero.nn.arrays import (
+    add_bias,
+    add_to,
     as_ids,
+    assign,
+    contiguous,
+    copied,
     known,
     multiply,
     namespace,
@@ -33,6 +39,7 @@ from mpizero.nn.arrays import (
     require_array,
     require_numbers,
     require_sequences,
+    sum_samples,
     vector,
 )
 from mpizero.nn.layer import (
@@ -108,8 +115,8 @@ class Embedding(Layer):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite row ``id`` of the weight's gradient with the sum of ``dy`` over all occurrences of this id."""
         gradient = grads["weight"]
-        gradient[...] = 0
-        rows = namespace(pending).ascontiguousarray(pending.reshape(cache.size, self.features))
+        assign(gradient, 0)
+        rows = contiguous(pending.reshape(cache.size, self.features))
         kernels.backend(gradient).layers.scatter_add(rows, cache, gradient)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -171,8 +178,8 @@ class Position(SequenceLayer):
                 f"Position: takes (samples, length <= {self.sequence}, {self.features}), the input has shape "
                 f"{tuple(x.shape)}{run.described}"
             )
-        xp, weight, pieces = namespace(x), params["weight"], run.pieces()
-        y: Array = xp.array(x, np.result_type(x.dtype, weight.dtype))
+        weight, pieces = params["weight"], run.pieces()
+        y = copied(x, np.result_type(x.dtype, weight.dtype))
         self.add(weight, y, pieces)
         return y, pieces
 
@@ -182,7 +189,7 @@ class Position(SequenceLayer):
         Not collective.
         """
         for local, positions in pieces:
-            x[:, local] += weight[positions]
+            add_to(x[:, local], weight[positions])
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return ``dy`` as the gradient of ``x``, and once more for :meth:`backward_weights`."""
@@ -195,10 +202,10 @@ class Position(SequenceLayer):
         """
         gradient, done = grads["weight"], 0
         for local, positions in cache:
-            gradient[done : positions.start] = 0
-            namespace(pending).sum(pending[:, local], axis=0, out=gradient[positions])
+            assign(gradient[done : positions.start], 0)
+            sum_samples(pending[:, local], gradient[positions])
             done = positions.stop
-        gradient[done:] = 0
+        assign(gradient[done:], 0)
 
 
 @explains
@@ -419,7 +426,7 @@ class BatchedHeads:
         apart, xp = self.apart, namespace(self.apart)
         samples, length, dim = dmixed.shape
         dqkv: Array = xp.empty_like(apart, shape=(samples, length, 3 * dim))
-        gradients, dmixed = view_kinds(dqkv, apart.shape[2]), xp.ascontiguousarray(dmixed)
+        gradients, dmixed = view_kinds(dqkv, apart.shape[2]), contiguous(dmixed)
         for part in self.parts():
             if stored is None:
                 probabilities = self.probabilities(part, self.room("scores", self.score_shape(part)))
@@ -575,7 +582,7 @@ class Heads(NamedTuple):
         """Return an array of temporary memory for a kernel."""
         from mpizero.kernels.attention import memory_size
 
-        return self.room(memory_size(self.length, self.size, self.qkv.itemsize))
+        return temporary(memory_size(self.length, self.size, self.qkv.itemsize), self.qkv.dtype)
 
     def run(self, task: Callable[[int, int], None], operations: int) -> None:
         """Call ``task(start, stop)`` for ranges of all heads, in a number of threads that depends on ``operations``."""
@@ -766,13 +773,13 @@ class CausalSelfAttention(AttentionBase):
         if not length:
             raise DataError("CausalSelfAttention: takes sequences of at least one place, the input has none")
         if self._by_kernels(qkv, run):
-            qkv = xp.ascontiguousarray(qkv)
+            qkv = contiguous(qkv)
             rows = qkv.reshape(-1, width)
             if bias is not None:
                 kernels.backend(rows).layers.add_bias(rows, bias, rows)
             return self._attend_by_kernels(qkv, run, first_head)
         apart = xp.empty_like(qkv, shape=(3, samples, self.heads, length, self.dim // self.heads))
-        work, qkv = self._batched(apart, run, first_head), xp.ascontiguousarray(qkv)
+        work, qkv = self._batched(apart, run, first_head), contiguous(qkv)
         return work.attend(lambda some: work.take(qkv, bias, some), keep=self.keeps_probabilities(length))
 
     def attend_heads(self, apart: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
@@ -968,15 +975,14 @@ class TransformerBlockBase(Composite, SequenceLayer):
 
     def _joined(self, branch: Array, bias: Array | None, dropout: Dropout, stream: Array, run: Run) -> Array:
         """Return dropout of ``branch + bias``, plus the residual stream, computed in the memory of ``branch``."""
-        xp = namespace(branch)
         if bias is None or dropout.drops(branch, run):
             if bias is not None:
-                branch += bias
+                add_bias(branch, bias)
             branch = self._dropped(dropout, branch, run)
-            branch += stream
+            add_to(branch, stream)
             return branch
-        rows = xp.ascontiguousarray(branch).reshape(-1, branch.shape[-1])
-        residual = xp.ascontiguousarray(stream).reshape(rows.shape)
+        rows = contiguous(branch).reshape(-1, branch.shape[-1])
+        residual = contiguous(stream).reshape(rows.shape)
         kernels.backend(rows).layers.add_bias_residual(rows, bias, residual, rows)
         joined: Array = rows.reshape(branch.shape)
         return joined
@@ -995,7 +1001,7 @@ class TransformerBlockBase(Composite, SequenceLayer):
         drop1, drop2 = self._dropouts
         require_sequences(x, norm1.features, "TransformerBlock")
         require_numbers(x, "TransformerBlock")
-        x = namespace(x).asarray(x, params["norm1"]["weight"].dtype)
+        x = contiguous(x, params["norm1"]["weight"].dtype)
         a, norm1_cache = norm1.forward(params["norm1"], x, run)
         poll(params)
         a, attention_cache = attention.product(params["attention"], a, run)

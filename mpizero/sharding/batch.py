@@ -175,6 +175,9 @@ def redistribute(
     )
 
 
+_NO_SAMPLES = SampleTree.nothing()
+
+
 class _RankBatch:
     """Hold the samples ``x`` and ``y`` that this rank gives to a global batch.
 
@@ -185,9 +188,10 @@ class _RankBatch:
     def __init__(self, x: Any, y: Any, arguments: StepArguments, axes: int = 0) -> None:
         self.arguments, self.count, self.axes = arguments, 1, axes
         self.problem: DataError | StateError | None = None
-        self.tree = SampleTree.nothing()
+        self.tree = _NO_SAMPLES
         try:
-            self.arguments = arguments._replace(epoch=require("epoch", arguments.epoch, whole(), DataError))
+            if type(arguments.epoch) is not int or arguments.epoch < 0:
+                self.arguments = arguments._replace(epoch=require("epoch", arguments.epoch, whole(), DataError))
             self.tree = SampleTree.of(x=x, y=y)
             self.count = self.tree.count()
             _require_ieee_mode()
@@ -200,8 +204,7 @@ class _RankBatch:
         form = self.tree.form or "not cut"
         if self.axes:  # the extents of parts of fields differ; check_slabs compares them
             form = " ".join(f"{path} {leaf.dtype} {_without_space(leaf, self.axes)}" for path, leaf in self.tree.named)
-        text = f"{self.arguments.epoch} {self.arguments.gather} {form}"
-        return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+        return _hash(f"{self.arguments.epoch} {self.arguments.gather} {form}")
 
     def digests(self) -> dict[str, int]:
         """Return the checksum of every array, by the array's path, such as ``x['mask']``. Not collective."""
@@ -215,6 +218,11 @@ class _RankBatch:
         for path, checksum in self.digests().items():
             both[path[0]] = crc32(checksum.to_bytes(4, "little"), both[path[0]])
         return (both["x"] << 32 | both["y"]) - (1 << 63)
+
+
+@lru_cache(maxsize=256)
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def _without_space(leaf: Array, axes: int) -> tuple[int, ...]:
@@ -840,25 +848,28 @@ class GrainScalars:
         size, rate = self.world.size, self._rate_or_fail(learning_rate)
         self.error, self._late = self.error if self.error is not None else self._late, None
         number = self.world.mismatch_term()
-        local = np.full(4 * max(1, self._per_rank) + 1, -1.0)
-        for index, (grain, (loss, weight)) in enumerate(self._records.items()):
-            local[4 * index : 4 * index + 3] = grain, loss, weight
+        grains = [number for grain, record in self._records.items() for number in (grain, *record, -1.0)]
+        local = np.array([*grains, *[-1.0] * (4 * max(1, self._per_rank) - len(grains)), -1.0])
         status = _FAILED if self.error is not None else _BAD if self._bad else 0
         local.view(np.int64)[3] = number << _STATUS_BITS | status
         local[-1] = rate
-        gathered = np.empty((size, local.size))
-        self.world.allgather(local, gathered.reshape(-1), "losses")
-        statuses = gathered.view(np.int64)[:, 3]
-        if int((statuses >> _STATUS_BITS).sum()) % MODULUS:
+        gathered = local.reshape(1, -1)
+        if size > 1:
+            gathered = np.empty((size, local.size))
+            self.world.allgather(local, gathered.reshape(-1), "losses")
+        statuses = gathered.view(np.int64)[:, 3].tolist()
+        if sum(status >> _STATUS_BITS for status in statuses) % MODULUS:
             raise self.world.mismatch()
-        statuses &= (1 << _STATUS_BITS) - 1
-        if (statuses == _FAILED).any():
+        flags = {status & (1 << _STATUS_BITS) - 1 for status in statuses}
+        if _FAILED in flags:
             self._fail_together()
-        self._same_rate(gathered[:, -1])
-        problems = self._named() if (statuses == _BAD).any() else ()
-        table = gathered[:, :-1].reshape(-1, 4)
-        rows = table[table[:, 0] >= 0]
-        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        if size > 1:
+            self._same_rate(gathered[:, -1])
+        problems = self._named() if _BAD in flags else ()
+        rows = gathered[:, :-1].reshape(-1, 4)
+        rows = rows[rows[:, 0] >= 0]
+        if len(rows) > 1:
+            rows = rows[np.argsort(rows[:, 0], kind="stable")]
         loss, weight = tree_total(rows[:, 1:3], self.grid.context.size)
         return Totals(float(loss), float(weight), problems, self.samples)
 

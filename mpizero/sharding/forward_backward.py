@@ -38,6 +38,7 @@ from mpizero.errors import CollectiveError, DataError, LayoutError, PeerFailure,
 from mpizero.kernels import all_finite, to_host
 from mpizero.layout.flat import Unit, flat_names
 from mpizero.nn.layer import add_location, call_located
+from mpizero.nn.recorded import recorded_blocks
 from mpizero.sharding.batch import GlobalBatch, GrainScalars
 from mpizero.sharding.device import ComputeDevice
 from mpizero.sharding.grad_reduce import MicroBatch, apart
@@ -87,7 +88,7 @@ class BlockEvaluator:
         self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
         self._agreeable = agreeable
         self.criterion = model.loss
-        self.blocks = dict(model.blocks)
+        self.blocks = recorded_blocks(model.blocks)
         self.units = store.layout.units
 
     def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:

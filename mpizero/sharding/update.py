@@ -21,9 +21,11 @@ import numpy as np
 from mpizero import kernels
 from mpizero._util.numbers import ordered_sum
 from mpizero.comm import ProcessGrid
+from mpizero.kernels.recording import RecordedCall, recording_is_on
 from mpizero.layout.flat import FlatLayout
 from mpizero.layout.sum_tree import Program, TreeNode, cover, evaluate, leaves_program, merge
 from mpizero.layout.tensor_parts import PartRows, elements_within, row_runs, take_rows, tile_rows
+from mpizero.nn.arrays import add_to
 from mpizero.optim import elementwise
 from mpizero.optim.elementwise import EMA, MASTER_WEIGHTS, tensor_slots
 from mpizero.sharding.batch import Divisors
@@ -42,6 +44,9 @@ from mpizero.types import Array, ParameterSpec
 
 if TYPE_CHECKING:
     from mpizero.optim.minimizers import VectorSolver
+
+#: Elements up to which a rank's updates are recorded; those of more take longer than the Python around them.
+_MOST_RECORDED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class Updater:
         self.method: VectorSolver | None = None  # the solver of a full-batch method
         self.step_count = 0
         self.last_rate: float | None = None  # of the last step; None if it is not known
+        self._calls, self._records = RecordedCall(), recording_is_on() and _computes_by_kernels(optimizer)
         self._known_rate = -1, 0.0  # the step whose rate is known, and the rate
         self.dtype = store.dtype
         #: Exchanges and updates whole tensors; None if the optimizer needs none.
@@ -202,27 +208,61 @@ class Updater:
             Number of threads that this rank uses.
         """
         hypers, divisor, (exact, program) = self.hypers(), divisors.gradients, programs
+        if self.optimizer.needs_tensor_norms:
+            self._fused_directions(rows, program, divisor, out, hypers)
+        else:
+
+            def apply(scalars: Sequence[Array]) -> None:
+                divisor, placed = scalars[0], dict(zip(self.groups, scalars[1:], strict=True))
+                for run in self.plain_runs:
+                    w, state = self._run_arrays(run.store, run.state, run.size)
+                    summed = elementwise.RowSum(rows, run.gradient, program, divisor)
+                    self.optimizer.apply_tree(summed, w, state, placed[run.group], threads)
+                for piece in self.tied:
+                    total = self._tied_sum(piece, rows, program, divisor)
+                    w, state = self._run_arrays(piece.store, piece.state, piece.size)
+                    self.optimizer.apply(w, total, state, placed[piece.group], threads)
+
+            places = rows, program.tobytes()
+            self._recorded(apply, places, (divisor, *(self._placed(hypers[g]) for g in self.groups)), threads)
+        self._average(self._parameters(), rows, exact, divisors)
+        self._made()
+
+    def _fused_directions(
+        self, rows: Array, program: Array, divisor: Array, out: Array, hypers: dict[int, Array]
+    ) -> None:
+        """Do :meth:`update_fused` for an optimizer that scales the direction of each tensor by norms."""
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         for run in self.plain_runs:
             w, state = self._run_arrays(run.store, run.state, run.size)
-            hyper, summed = placed[run.group], elementwise.RowSum(rows, run.gradient, program, divisor)
-            if self.optimizer.needs_tensor_norms:
-                u = out[run.gradient : run.gradient + run.size]
-                self.optimizer.direction_tree(summed, w, u, state, hyper)
-            else:
-                self.optimizer.apply_tree(summed, w, state, hyper, threads)
+            u = out[run.gradient : run.gradient + run.size]
+            summed = elementwise.RowSum(rows, run.gradient, program, divisor)
+            self.optimizer.direction_tree(summed, w, u, state, placed[run.group])
         for piece in self.tied:
             total = self._tied_sum(piece, rows, program, divisor)
             w, state = self._run_arrays(piece.store, piece.state, piece.size)
-            if self.optimizer.needs_tensor_norms:
-                self.optimizer.direction(w, total, state, placed[piece.group])
-                out[piece.gradient : piece.gradient + piece.size] = total
-            else:
-                self.optimizer.apply(w, total, state, placed[piece.group], threads)
-        if self.optimizer.needs_tensor_norms:
-            self._apply_directions(out, hypers)
-        self._average(self._parameters(), rows, exact, divisors)
-        self._made()
+            self.optimizer.direction(w, total, state, placed[piece.group])
+            out[piece.gradient : piece.gradient + piece.size] = total
+        self._apply_directions(out, hypers)
+
+    def _recorded(
+        self,
+        apply: Callable[[Sequence[Array]], None],
+        places: tuple[Any, ...],
+        scalars: tuple[Array, ...],
+        threads: int,
+    ) -> None:
+        """Call ``apply(scalars)``, which updates parameters and state in place; from a recording where that can be."""
+        values = self._parameters()
+        if not self._records or type(values) is not np.ndarray:
+            apply(scalars)
+            return
+
+        def written() -> list[Array]:
+            parts = [values[piece.store : piece.store + piece.size] for piece in self.pieces]
+            return [*parts, *self.state.values()] if self.size <= _MOST_RECORDED else []
+
+        self._calls.run(apply, (*places, values, *self.state.values(), threads), scalars, written)
 
     def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
         """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.
@@ -250,7 +290,7 @@ class Updater:
         tree_sum(rows, piece.gradient, rows[:0], 0, program, divisor, total, 0, piece.size)
         for use in piece.uses:
             tree_sum(rows, use, rows[:0], 0, program, divisor, other, 0, piece.size)
-            total += other
+            add_to(total, other)
         return total
 
     def to_device(self, reduced: Array) -> Array:
@@ -340,11 +380,15 @@ class Updater:
         else:
             if self.tensors is not None:
                 self._update_tensors(self.tensors, reduced, hypers)
-            for run in self.elementwise:
-                w, state = self._run_arrays(run.store, run.state, run.size)
-                self.optimizer.apply(
-                    w, reduced[run.gradient : run.gradient + run.size], state, placed[run.group], threads
-                )
+
+            def apply(scalars: Sequence[Array]) -> None:
+                placed = dict(zip(self.groups, scalars, strict=True))
+                for run in self.elementwise:
+                    w, state = self._run_arrays(run.store, run.state, run.size)
+                    gradient = reduced[run.gradient : run.gradient + run.size]
+                    self.optimizer.apply(w, gradient, state, placed[run.group], threads)
+
+            self._recorded(apply, (reduced,), tuple(placed[group] for group in self.groups), threads)
         self._take_averages(self._parameters(), reduced)
         self._made()
 
@@ -426,6 +470,11 @@ class Updater:
     def _parameters(self) -> Array:
         """Return the array of the store's parameters on the device where the optimizer's kernels run."""
         return self.store.values
+
+
+def _computes_by_kernels(optimizer: Any) -> bool:
+    """Tell whether an optimizer, and the one that it may wrap, is one of this package."""
+    return all(type(one).__module__.startswith("mpizero.optim") for one in (optimizer, elementwise.plain(optimizer)))
 
 
 def state_sizes(

@@ -1,0 +1,185 @@
+"""Record the computations of a thread as a list of calls, which can be repeated without the code that made them.
+
+While a :class:`Recording` is open in a thread, every call of a kernel (:class:`mpizero.kernels.jit.Kernel`) in this
+thread is appended to it: the machine code, and the arguments. The code between kernels records nothing, so what it
+computes by NumPy must go through :func:`call`. A recording owns references to all arguments: their memory, that of
+temporary arrays too, stays as it is, and is used again whenever the calls are repeated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any
+
+import numpy as np
+
+from mpizero.types import Array
+
+#: A call is recorded when it has been made this often with arrays in the same places.
+RUNS = 2
+#: The open recording of each thread that has one, by the thread's identifier.
+OPEN: dict[int, Recording] = {}
+
+
+class Recording:
+    """Collect the calls of this thread while it is open, as a context manager.
+
+    Attributes
+    ----------
+    calls : list of (callable, tuple)
+        The calls in their order, and their arguments.
+
+    Parameters
+    ----------
+    workspaces : dict
+        The temporary memory of :func:`temporary`, by dtype, which several recordings may share.
+    """
+
+    def __init__(self, workspaces: dict[str, Array] | None = None) -> None:
+        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.workspaces = {} if workspaces is None else workspaces
+
+    def __enter__(self) -> Recording:
+        OPEN[get_ident()] = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del OPEN[get_ident()]
+
+    def repeat(self) -> None:
+        """Repeat all calls: the contents of their arguments may have changed, the arguments have not."""
+        for function, arguments in self.calls:
+            function(*arguments)
+
+    def held_bytes(self, *others: Array) -> int:
+        """Return the bytes of all arrays among the arguments, each memory counted once, without that of ``others``."""
+        owners = {}
+        for _, arguments in self.calls:
+            for value in filter(_is_array, arguments):
+                owner = _owner(value)
+                owners[id(owner)] = owner.nbytes
+        return sum(owners.values()) - sum(owners.get(one, 0) for one in {id(_owner(other)) for other in others})
+
+
+def _is_array(value: Any) -> bool:
+    return type(value) is np.ndarray
+
+
+def _owner(array: Array) -> Array:
+    """Return the array whose memory ``array`` is a view of."""
+    while type(array.base) is np.ndarray:
+        array = array.base
+    return array
+
+
+def recording_is_on() -> bool:
+    """Tell whether calls are recorded: unless the environment variable MPIZERO_REPLAY is 0."""
+    return os.environ.get("MPIZERO_REPLAY", "1") != "0"
+
+
+class RecordedCall:
+    """Call a function again and again, from a recording where it can: see [Note: proof of a recording].
+
+    [Note: proof of a recording] A recording that misses something that the function computes would give wrong numbers.
+    So a recording is tried before it is used: the function and the recording compute the same from numbers that the
+    recording has not seen, and all that they write must have the same bits. Otherwise the function is called as ever.
+    """
+
+    def __init__(self) -> None:
+        self._places: tuple[Any, ...] = ()
+        self._scalars: list[Array] = []
+        self._recording: Recording | None = None
+        self._runs = 0
+        self.refused = False
+
+    def run(
+        self,
+        function: Callable[[Sequence[Array]], object],
+        places: tuple[Any, ...],
+        scalars: Sequence[Array],
+        written: Callable[[], Sequence[Array]],
+    ) -> None:
+        """Call ``function(scalars)``, or repeat its recording.
+
+        Parameters
+        ----------
+        function : callable
+            Its kernels read the numbers in the arrays that it is given, and arrays that depend on ``places`` alone.
+        places : tuple
+            Arrays, numbers and bytes on which it depends, which change only if memory moves or settings do.
+        scalars : sequence of Array
+            Small arrays whose numbers differ from call to call.
+        written : callable
+            Returns the arrays that the function updates; none if they are too large to be copied for the proof.
+        """
+        if len(places) != len(self._places) or not all(map(_same, places, self._places)):
+            self._places, self._recording, self._runs = places, None, 0
+        if self._recording is not None:
+            for own, value in zip(self._scalars, scalars, strict=True):
+                own[...] = value
+            self._recording.repeat()
+            return
+        self._runs += 1
+        if self.refused or self._runs <= RUNS or not (results := written()):
+            function(scalars)
+        else:
+            self._record(function, scalars, results)
+
+    def _record(
+        self, function: Callable[[Sequence[Array]], object], scalars: Sequence[Array], results: Sequence[Array]
+    ) -> None:
+        own, before = [array.copy() for array in scalars], [array.copy() for array in results]
+        with Recording() as recording:
+            function(own)
+        after = [array.copy() for array in results]
+        others = [array * array.dtype.type(0.75) for array in scalars]
+        _write(results, before)
+        function(others)
+        expected = [array.tobytes() for array in results]
+        _write(results, before)
+        _write(own, others)
+        recording.repeat()
+        self.refused = [array.tobytes() for array in results] != expected
+        _write(results, after)
+        if not self.refused:
+            self._scalars, self._recording = own, recording
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Tell whether two arrays, numbers or bytes are the same place: arrays the same memory, in the same order."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if type(one) is not np.ndarray:
+        return bool(one == other)
+    return one.__array_interface__ == other.__array_interface__
+
+
+def _write(arrays: Sequence[Array], contents: Sequence[Array]) -> None:
+    for array, content in zip(arrays, contents, strict=True):
+        array[...] = content
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``function(*arguments)``; if a recording is open in this thread, record this call, and none inside it."""
+    if not OPEN or (recording := OPEN.pop(get_ident(), None)) is None:
+        return function(*arguments)
+    try:
+        result = function(*arguments)
+    finally:
+        OPEN[get_ident()] = recording
+    recording.calls.append((function, arguments))
+    return result
+
+
+def temporary(size: int, dtype: np.dtype[Any]) -> Array:
+    """Return an array of undefined contents that only the next kernel uses.
+
+    While a recording is open, all such arrays share one memory, which stays in the cache.
+    """
+    if not OPEN or (recording := OPEN.get(get_ident())) is None:
+        return np.empty(size, dtype)
+    if dtype.char not in recording.workspaces or recording.workspaces[dtype.char].size < size:
+        recording.workspaces[dtype.char] = np.empty(size, dtype)
+    return recording.workspaces[dtype.char][:size]
