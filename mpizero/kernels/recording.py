@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
 import numpy as np
 
-from mpizero.types import Array
+from mpizero.types import EVALUATE, Array, Run
 
 #: A call is recorded when it has been made this often with arrays in the same places.
 RUNS = 2
@@ -35,11 +36,16 @@ class Recording:
     ----------
     workspaces : dict
         The temporary memory of :func:`temporary`, by dtype, which several recordings may share.
+    run : Run
+        What the recorded pass gets besides its input.
     """
 
-    def __init__(self, workspaces: dict[str, Array] | None = None) -> None:
+    def __init__(self, workspaces: dict[str, Array] | None = None, run: Run = EVALUATE) -> None:
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.workspaces = {} if workspaces is None else workspaces
+        self._run = run
+
+        self._runs: list[tuple[int, int, Run]] = []  # the calls that a Run is passed to, its position, and the Run
 
     def __enter__(self) -> Recording:
         OPEN[get_ident()] = self
@@ -47,9 +53,19 @@ class Recording:
 
     def __exit__(self, *error: object) -> None:
         del OPEN[get_ident()]
+        for index, (_, arguments) in enumerate(self.calls):
+            self._runs += [(index, position, run) for position, run in enumerate(arguments) if isinstance(run, Run)]
 
-    def repeat(self) -> None:
-        """Repeat all calls: the contents of their arguments may have changed, the arguments have not."""
+    def repeat(self, run: Run = EVALUATE) -> None:
+        """Repeat all calls: the contents of their arguments may have changed, the arguments have not.
+
+        Only arguments of type :class:`~mpizero.types.Run`, such as that of dropout, become those of the pass with
+        ``run``.
+        """
+        for index, position, recorded in self._runs:
+            function, arguments = self.calls[index]
+            moved = moved_run(recorded, self._run, run)
+            self.calls[index] = function, (*arguments[:position], moved, *arguments[position + 1 :])
         for function, arguments in self.calls:
             function(*arguments)
 
@@ -61,6 +77,12 @@ class Recording:
                 owner = _owner(value)
                 owners[id(owner)] = owner.nbytes
         return sum(owners.values()) - sum(owners.get(one, 0) for one in {id(_owner(other)) for other in others})
+
+
+def moved_run(derived: Run, old: Run, new: Run) -> Run:
+    """Return what a layer makes of ``new`` as it has made ``derived`` of ``old``."""
+    first = new.first_sample + derived.first_sample - old.first_sample
+    return replace(derived, seed=new.seed, step=new.step, epoch=new.epoch, first_sample=first)
 
 
 def _is_array(value: Any) -> bool:
@@ -85,6 +107,13 @@ class RecordedCall:
     [Note: proof of a recording] A recording that misses something that the function computes would give wrong numbers.
     So a recording is tried before it is used: the function and the recording compute the same from numbers that the
     recording has not seen, and all that they write must have the same bits. Otherwise the function is called as ever.
+
+    Attributes
+    ----------
+    refused : bool
+        Whether a recording has failed its proof.
+    repeated : bool
+        Whether the last call was repeated from a recording.
     """
 
     def __init__(self) -> None:
@@ -92,7 +121,7 @@ class RecordedCall:
         self._scalars: list[Array] = []
         self._recording: Recording | None = None
         self._runs = 0
-        self.refused = False
+        self.refused, self.repeated = False, False
 
     def run(
         self,
@@ -116,6 +145,7 @@ class RecordedCall:
         """
         if len(places) != len(self._places) or not all(map(_same, places, self._places)):
             self._places, self._recording, self._runs = places, None, 0
+        self.repeated = self._recording is not None
         if self._recording is not None:
             for own, value in zip(self._scalars, scalars, strict=True):
                 own[...] = value

@@ -18,6 +18,7 @@ from mpizero import kernels
 from mpizero._util.checks import positive, require, whole
 from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
+from mpizero.kernels import recording
 from mpizero.layout.flat import flat_names, value_at
 from mpizero.nn.arrays import add_bias, as_rows, assign, contiguous, matmul, namespace, require_floats, sum_rows, vector
 from mpizero.nn.layer import (
@@ -574,19 +575,12 @@ class Dropout(Layer):
         xp = namespace(x)
         x = contiguous(x)
         y: Array = xp.empty_like(x)
-        per_sample = x.size // x.shape[0]
-        kernels.backend(x).reduction.dropout(
-            x.reshape(-1),
-            y.reshape(-1),
-            vector(x, self.rate),
-            run.seed,
-            self.site,
-            run.step,
-            run.first_sample,
-            per_sample,
-            *(window or SamplePart(0, per_sample)),
-        )
+        recording.call(self._draw, x, y, run, window or SamplePart(0, x.size // x.shape[0]))
         return y
+
+    def _draw(self, x: Array, y: Array, run: Run, window: SamplePart) -> None:
+        place = run.seed, self.site, run.step, run.first_sample, x.size // x.shape[0]
+        kernels.backend(x).reduction.dropout(x.reshape(-1), y.reshape(-1), vector(x, self.rate), *place, *window)
 
     def mask_pieces(self, x: Array, run: Run, pieces: Pieces) -> Array:
         """Return a copy of ``x`` (samples, positions, ...) with the mask applied; ``x`` must not be empty.

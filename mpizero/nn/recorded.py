@@ -1,34 +1,33 @@
 """Repeat the kernels of a block's passes from a recording, in place of the Python code that calls them.
 
-A block of few samples takes longer in Python than in its kernels. Its passes call the same kernels in every step, with
-the same memory, if input and parameters lie where they lay: so :class:`RecordedBlock` records the calls of a pass
-(:mod:`mpizero.kernels.recording`), and repeats them.
+The passes of a block of few samples take longer in Python than in its kernels. In every step they call the same kernels
+with the same memory, provided that input and parameters lie where they lay. So :class:`RecordedBlock` records the calls
+of a pass (:mod:`mpizero.kernels.recording`), and repeats them.
 
-[Note: proof of a recording] A recording that misses something that the layer computes would give wrong numbers. So
-only layers whose classes are known to compute by kernels alone are recorded (:data:`KNOWN`), and each recording is
-tried before it is used. The layer and the recording compute the same block from input and gradient that the recording
-has not seen, and all results must have the same bits. Otherwise the block is computed as before, which
-:attr:`RecordedBlock.refused` says.
+Only layers whose classes are known to compute by kernels and recorded calls are recorded (:data:`KNOWN`), and each
+recording is tried before it is used again: see [Note: proof of a recording] there.
 
 [Note: whose memory] The output of a recorded pass, and the gradient of its input, lie in the same arrays in every step.
-Such an array is valid until the block's next forward pass begins, and the block after this one reads it where it lies.
-Any other input is copied to memory that the recording owns.
+Such an array is valid until the pass is repeated, and the next block reads it where it lies. Whoever keeps one longer
+copies it (:meth:`RecordedBlocks.released`). Any other input is copied to memory of the recording. A training pass is
+not repeated before its backward pass has ended; further micro-batches in flight have recordings of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from mpizero.kernels.recording import RUNS, Recording, recording_is_on
+from mpizero._util.pytree import leaves_of
+from mpizero.kernels.recording import RUNS, Recording, moved_run, recording_is_on
 from mpizero.layout.flat import flat_names
 from mpizero.nn import fields, layers, transformer
 from mpizero.types import EVALUATE, Array, Layer, Params, Run
 
-#: Layers whose passes depend on input, gradient and parameters only, and compute by kernels and recorded calls alone.
+#: Layers that compute by kernels and recorded calls alone, from input, gradient, parameters and place of the samples.
 KNOWN: frozenset[type] = frozenset(
     {
         layers.Linear,
@@ -39,6 +38,7 @@ KNOWN: frozenset[type] = frozenset(
         layers.Tanh,
         layers.LayerNorm,
         layers.RMSNorm,
+        layers.Dropout,
         layers.Sequential,
         fields.Residual,
         transformer.Embedding,
@@ -58,20 +58,44 @@ _PLACES = 64
 
 def is_known(layer: Any) -> bool:
     """Tell whether the passes of a layer, and of all layers that it is made of, can be recorded."""
-    if type(layer) not in KNOWN or getattr(layer, "dropout", 0):
-        return False
-    return all(map(is_known, layer.children().values()))
+    return type(layer) in KNOWN and all(map(is_known, layer.children().values()))
 
 
-def recorded_blocks(blocks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's blocks, those that can be recorded as :class:`RecordedBlock`; with MPIZERO_REPLAY=0, none."""
-    if not recording_is_on():
-        return dict(blocks)
-    owned: dict[int, Array] = {}
-    workspaces: dict[str, Array] = {}
-    return {
-        name: RecordedBlock(layer, owned, workspaces) if is_known(layer) else layer for name, layer in blocks.items()
-    }
+class RecordedBlocks(dict[str, Any]):
+    """Hold a model's blocks by name, those that can be recorded as :class:`RecordedBlock`.
+
+    With the environment variable MPIZERO_REPLAY=0, no block is recorded.
+
+    Attributes
+    ----------
+    owned : dict
+        The arrays that recordings own, by their identity.
+    workspaces : dict
+        The temporary memory of all recordings.
+    """
+
+    def __init__(self, blocks: Mapping[str, Any]) -> None:
+        self.owned: dict[int, Array] = {}
+        self.workspaces: dict[str, Array] = {}
+        recorded = recording_is_on()
+        super().__init__(
+            {
+                name: RecordedBlock(layer, self) if recorded and is_known(layer) else layer
+                for name, layer in blocks.items()
+            }
+        )
+
+    def released(self, value: Any) -> Any:
+        """Return ``value`` or, if it is an array that a recording owns, a copy."""
+        return value.copy() if id(value) in self.owned else value
+
+    def status(self) -> dict[str, str]:
+        """Say how each block's last training pass was computed: "replayed", "called", or why it is not recorded."""
+        found = {}
+        for name, block in self.items():
+            recorded = isinstance(block, RecordedBlock)
+            found[name] = (block.refused or block.last) if recorded else f"called: {type(block).__name__}"
+        return found
 
 
 class RecordedBlock:
@@ -81,10 +105,8 @@ class RecordedBlock:
     ----------
     layer : Layer
         The block; :func:`is_known` is true of it.
-    owned : dict
-        The arrays that recordings of the same model's blocks own, by their identity: see [Note: whose memory].
-    workspaces : dict
-        The temporary memory of the recordings of the same model.
+    model : RecordedBlocks
+        All blocks of the model.
 
     Attributes
     ----------
@@ -92,131 +114,214 @@ class RecordedBlock:
         The layer.
     refused : str
         Why the block is no longer recorded; "" if it is.
+    last : str
+        "replayed" if the last forward pass of a training step was repeated from a recording, else "called".
     """
 
-    def __init__(self, layer: Layer, owned: dict[int, Array], workspaces: dict[str, Array]) -> None:
-        self.stands_for = layer
-        self.refused = ""
-        self.owned, self.workspaces = owned, workspaces
+    def __init__(self, layer: Layer, model: RecordedBlocks) -> None:
+        self.stands_for, self.model = layer, model
+        self.refused, self.last = "", "called"
         self._seen: dict[Any, int] = {}
-        self._free: dict[Any, list[_Recorded]] = {}
-        self._held = 0
+        self._free: dict[Any, list[_Pass]] = {}
+        self._held = self._made = 0
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
-        """Return the output for ``x``, and the cache that :meth:`backward` takes."""
-        if run.training and not self.refused and type(x) is np.ndarray and not getattr(params, "gathered", False):
-            place = id(x) if id(x) in self.owned else 0
-            key = (id(params), x.shape, x.dtype.num, place, run.length, run.ranges)
+        """Return the output for ``x``, and the cache that the backward pass takes."""
+        if not self.refused and type(x) is np.ndarray:
+            form = (x.shape, x.dtype.num, run.length, run.ranges, run.training)
+            key = (form, id(params), id(x) if id(x) in self.model.owned else 0)
             if free := self._free.get(key):
-                return free.pop().repeat(x)
-            if self._may_record(key):
+                if not run.training:
+                    return free[-1].repeat(x, run)
+                self.last = "replayed"
+                return free.pop().repeat(x, run)
+            if self._may_record(form):
                 return self._record(key, params, x, run)
+        if run.training:
+            self.last = "called"
         y, cache = self.stands_for.forward(params, x, run)
         return y, (None, cache)
 
     def backward(self, params: Params, cache: Any, dy: Any, grads: Params) -> Any:
         """Write the gradients of the parameters to ``grads``; return the gradient of the input."""
+        if cache[0] is None:
+            return self.stands_for.backward(params, cache[1], dy, grads)
+        dx, pending = self.backward_input(params, cache, dy)
+        self.backward_weights(params, cache, pending, grads)
+        return dx
+
+    def backward_input(self, params: Params, cache: Any, dy: Any) -> tuple[Any, Any]:
+        """Return the gradient of the input, and what :meth:`backward_weights` needs."""
         recorded, inner = cache
         if recorded is None:
-            return self.stands_for.backward(params, inner, dy, grads)
-        dx = recorded.backward(params, dy, grads)
+            return self.stands_for.backward_input(params, inner, dy)
+        result: tuple[Any, Any] = recorded.backward_input(params, dy)
+        return result
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Write the gradients of the parameters to ``grads``."""
+        recorded, inner = cache
+        if recorded is None:
+            self.stands_for.backward_weights(params, inner, pending, grads)
+            return
+        recorded.backward_weights(params, pending, grads)
         if not self.refused:
             self._free.setdefault(recorded.key, []).append(recorded)
-        return dx
 
-    def _may_record(self, key: Any) -> bool:
-        """Count a pass that is not recorded, and tell whether to record it."""
-        self._seen[key] = seen = self._seen.get(key, 0) + 1
-        return seen > RUNS and len(self._seen) <= _PLACES and self._held <= LIMIT
+    def _may_record(self, form: Any) -> bool:
+        """Count a pass with inputs of this form, which is not repeated, and tell whether to record it."""
+        self._seen[form] = seen = self._seen.get(form, 0) + 1
+        return seen > RUNS and self._made < _PLACES and self._held <= LIMIT
 
     def _record(self, key: Any, params: Params, x: Array, run: Run) -> tuple[Any, Any]:
-        own = x if id(x) in self.owned else x.copy()
-        with Recording(self.workspaces) as calls:
-            y, inner = self.stands_for.forward(params, own, run)
-        self._held += calls.held_bytes(*(value for _, value in flat_names(params)))
+        self._made += 1
+        made = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
+        y, inner = made.y, made.cache
+        self._held += made.calls.held_bytes(*(value for _, value in flat_names(params)))
         if self._held > LIMIT or type(y) is not np.ndarray:
             return y, (None, inner)
-        self.owned[id(y)] = y
-        return y, (_Recorded(self, key, (params, own, run), calls, y, inner), inner)
+        made.prove()
+        if self.refused:
+            return y, (None, inner)
+        self.model.owned[id(y)] = y
+        if not run.training:
+            self._free.setdefault(key, []).append(made)
+        return y, (made, inner)
 
-
-class _Recorded:
-    """Hold the recording of a forward pass, and those of the backward passes that follow it.
-
-    ``given`` are the arguments of the forward pass, of which the input is an array that stays where it is.
-    """
-
-    def __init__(
-        self, block: RecordedBlock, key: Any, given: tuple[Params, Array, Run], calls: Recording, y: Array, cache: Any
-    ) -> None:
-        self.key = key
-        self._block, self._given, self._calls, self._y, self._cache = block, given, calls, y, cache
-        self._backward: dict[tuple[int, int], _Backward] = {}
-
-    def repeat(self, x: Array) -> tuple[Array, Any]:
-        """Compute the output for ``x``; return it and the cache of the block."""
-        if x is not (own := self._given[1]):
-            np.copyto(own, x)
-        self._calls.repeat()
-        return self._y, (self, self._cache)
-
-    def backward(self, params: Params, dy: Any, grads: Params) -> Any:
-        """Do as :meth:`RecordedBlock.backward`, by a recording if there is one for the places of the arrays."""
-        place = (id(dy) if id(dy) in self._block.owned else 0, id(grads))
-        recorded = self._backward.get(place)
-        if recorded is not None:
-            if dy is not recorded.dy:
-                np.copyto(recorded.dy, dy)
-            recorded.calls.repeat()
-            return recorded.dx
-        layer = self._block.stands_for
-        if type(dy) is not np.ndarray or params is not self._given[0] or len(self._backward) >= _PLACES:
-            return layer.backward(params, self._cache, dy, grads)
-        own = dy if place[0] else dy.copy()
-        with Recording(self._block.workspaces) as calls:
-            dx = layer.backward(params, self._cache, own, grads)
-        made = _Backward(own, grads, dx, calls)
-        if wrong := self._wrong(made):
-            self._block.refused = wrong
-        self._backward[place] = made
-        if dx is not None:
-            self._block.owned[id(dx)] = dx
-        return dx
-
-    def _wrong(self, made: _Backward) -> str:
-        """Say what differs between the layer's results and those of the recordings; "" if nothing does.
-
-        See [Note: proof of a recording]. All arrays but the output have their contents of before when this returns.
-        """
-        (params, x, run), layer = self._given, self._block.stands_for
-        written = {f"the gradient of {name}": view for name, view in flat_names(made.grads)}
-        results = {"the output": self._y, **written}
-        if made.dx is not None:
-            results["the gradient of the input"] = made.dx
-        before = [(array, array.copy()) for array in (x, made.dy, *results.values())]
-        for array in (x, made.dy):
-            array[...] = _others(array)
-        y, cache = layer.forward(params, x.copy(), run)
-        dx = layer.backward(params, cache, made.dy.copy(), made.grads)
-        expected = [y, *(view.copy() for view in written.values()), *([] if dx is None else [dx])]
-        for array in results.values():
-            array.fill(np.nan)
-        self._calls.repeat()
-        made.calls.repeat()
-        wrong = [name for (name, a), b in zip(results.items(), expected, strict=True) if a.tobytes() != b.tobytes()]
-        for array, contents in before:
-            array[...] = contents
-        return "" if not wrong else f"{type(layer).__name__}: {wrong[0]} differs when its kernels are repeated"
+    def refuse(self, what: str) -> None:
+        """Record nothing from now on, because ``what`` differs between a recording and the layer."""
+        self.refused = f"called: {what} of {type(self.stands_for).__name__} differs when its kernels are repeated"
 
 
 @dataclass
 class _Backward:
-    """Hold the recording of a backward pass, and the arrays that it reads and writes."""
+    """Hold the recording of a backward pass of the input: its arguments, its results, and those of the weights.
 
+    ``weights`` are the recordings of the gradients of the weights, with their target, by the target's identity.
+    """
+
+    params: Params
     dy: Array
-    grads: Params
-    dx: Array | None
+    dx: Any
+    pending: Any
     calls: Recording
+    weights: dict[int, tuple[Params, Recording]]
+
+
+class _Pass:
+    """Record a forward pass with the input ``x``, and the backward passes that follow it.
+
+    Attributes
+    ----------
+    calls : Recording
+        The forward pass.
+    y : Array
+        Its output.
+    """
+
+    def __init__(self, block: RecordedBlock, key: Any, params: Params, x: Array, run: Run) -> None:
+        self.key, self.calls = key, Recording(block.model.workspaces, run)
+        self._block, self._layer, self._params, self._x = block, block.stands_for, params, x
+        self._recorded = self._run = run
+        self._backward: dict[tuple[int, int], _Backward] = {}
+        with self.calls:
+            self.y, self._cache = self._layer.forward(params, x, run)
+
+    @property
+    def cache(self) -> Any:
+        """The cache of the last pass."""
+        return self._cache if self._run is self._recorded else _moved(self._cache, self._recorded, self._run)
+
+    def repeat(self, x: Array, run: Run) -> tuple[Array, Any]:
+        """Compute the output for ``x``; return it and the cache of the block."""
+        self._run = run
+        if x is not self._x:
+            np.copyto(self._x, x)
+        self.calls.repeat(run)
+        return self.y, (self, None)
+
+    def backward_input(self, params: Params, dy: Any) -> tuple[Any, Any]:
+        """Do as :meth:`RecordedBlock.backward_input`; the second result is a :class:`_Backward` if it is recorded."""
+        owned = self._block.model.owned
+        key = id(params), id(dy) if id(dy) in owned else 0
+        if (made := self._backward.get(key)) is not None:
+            if dy is not made.dy:
+                np.copyto(made.dy, dy)
+            made.calls.repeat(self._run)
+            return made.dx, made
+        if type(dy) is not np.ndarray or len(self._backward) >= _PLACES:
+            return self._layer.backward_input(params, self.cache, dy)
+        dy, calls = dy if key[1] else dy.copy(), Recording(self._block.model.workspaces, self._run)
+        with calls:
+            dx, pending = self._layer.backward_input(params, self.cache, dy)
+        made = self._backward[key] = _Backward(params, dy, dx, pending, calls, {})
+        if dx is not None:
+            owned[id(dx)] = dx
+        return dx, made
+
+    def backward_weights(self, params: Params, pending: Any, grads: Params) -> None:
+        """Do as :meth:`RecordedBlock.backward_weights`, with the second result of :meth:`backward_input`."""
+        if not isinstance(pending, _Backward):
+            self._layer.backward_weights(params, self.cache, pending, grads)
+        elif params is not pending.params:
+            self._layer.backward_weights(params, self.cache, pending.pending, grads)
+        elif (made := pending.weights.get(id(grads))) is not None:
+            made[1].repeat(self._run)
+        else:
+            with (calls := Recording(self._block.model.workspaces, self._run)):
+                self._layer.backward_weights(params, self.cache, pending.pending, grads)
+            if len(pending.weights) < _PLACES:
+                pending.weights[id(grads)] = grads, calls
+                self._prove_backward(pending, grads, calls)
+
+    def prove(self) -> None:
+        """Refuse the block if the forward recording differs from the layer: see [Note: proof of a recording]."""
+        x, before, run = self._x, self._x.copy(), self._run
+        other = replace(run, step=run.step + 1, first_sample=run.first_sample + len(x))
+        x[...] = _others(x)
+        y, cache = self._layer.forward(self._params, x.copy(), other)
+        self.y.fill(np.nan)
+        self.calls.repeat(other)
+        self._compare([("the output", y, self.y)])
+        self._compare([("the cache", *pair) for pair in zip(_arrays(cache), _arrays(self.cache), strict=True)])
+        x[...] = before
+        self.calls.repeat(run)
+
+    def _prove_backward(self, back: _Backward, grads: Params, calls: Recording) -> None:
+        """Refuse the block if the recordings of the backward pass differ from the layer, for another gradient."""
+        views = dict(flat_names(grads))
+        before, kept = back.dy.copy(), [view.copy() for view in views.values()]
+        back.dy[...] = _others(back.dy)
+        dx = self._layer.backward(back.params, self.cache, back.dy.copy(), grads)
+        expected = [view.copy() for view in views.values()]
+        for array in (*views.values(), *([] if dx is None else [back.dx])):
+            array.fill(np.nan)
+        back.calls.repeat(self._run)
+        calls.repeat(self._run)
+        self._compare([("the gradient of the input", dx, back.dx)] * (dx is not None))
+        pairs = zip(views.items(), expected, strict=True)
+        self._compare([(f"the gradient of {name}", array, view) for (name, view), array in pairs])
+        for array, contents in zip([back.dy, *views.values()], [before, *kept], strict=True):
+            array[...] = contents
+        back.calls.repeat(self._run)  # the gradient of the input is still needed
+
+    def _compare(self, results: Sequence[tuple[str, Array, Array]]) -> None:
+        for what, expected, repeated in results:
+            if expected.tobytes() != repeated.tobytes():
+                self._block.refuse(what)
+
+
+def _moved(cache: Any, old: Run, new: Run) -> Any:
+    """Return a cache of the pass with ``old`` as one of the pass with ``new``: with other seeds and sample numbers."""
+    if isinstance(cache, Run):
+        return moved_run(cache, old, new)
+    if isinstance(cache, tuple) and not hasattr(cache, "_fields"):
+        return tuple(_moved(part, old, new) for part in cache)
+    return [_moved(part, old, new) for part in cache] if isinstance(cache, list) else cache
+
+
+def _arrays(cache: Any) -> list[Array]:
+    return [leaf for leaf in leaves_of(cache) if isinstance(leaf, np.ndarray)]
 
 
 def _others(x: Array) -> Array:

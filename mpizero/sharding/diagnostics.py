@@ -589,11 +589,10 @@ class _Trace:
         if not engine.block_model:
             return BlackBoxEvaluator(engine.model, engine.store)
         evaluator = BlockEvaluator(engine.model, engine.store, lambda: self.loss_scale)
-        before, blocks = None, dict[str, Any](evaluator.blocks)
-        for name, block in blocks.items():
-            blocks[name] = _RecordedLayer(block, name, before, self)
+        before = None
+        for name, block in engine.model.blocks.items():
+            evaluator.blocks[name] = _RecordedLayer(block, name, before, self)
             before = name
-        evaluator.blocks = blocks
         evaluator.criterion = _RecordedLoss(evaluator.criterion, before or "x", self)
         return evaluator
 

@@ -201,6 +201,11 @@ class Engine(PlacedModel):
             self.bind(optim.SGD(lr=self.config.learning_rate), self.config.loss_scale(None))
         return self.bound_updater
 
+    def replays(self) -> dict[str, str]:
+        """Say how the last step's passes and its update were computed; see ``ModelMetadata.replays``."""
+        update = {} if self.updater is None else {"update": self.updater.computed_by}
+        return self.runner.blocks.status() | update
+
     # ------------------------------------------------------------------ sum and update
 
     def _update(self, totals: Totals) -> Outcome:

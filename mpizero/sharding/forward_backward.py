@@ -38,7 +38,7 @@ from mpizero.errors import CollectiveError, DataError, LayoutError, PeerFailure,
 from mpizero.kernels import all_finite, to_host
 from mpizero.layout.flat import Unit, flat_names
 from mpizero.nn.layer import add_location, call_located
-from mpizero.nn.recorded import recorded_blocks
+from mpizero.nn.recorded import RecordedBlocks
 from mpizero.sharding.batch import GlobalBatch, GrainScalars
 from mpizero.sharding.device import ComputeDevice
 from mpizero.sharding.grad_reduce import MicroBatch, apart
@@ -88,7 +88,7 @@ class BlockEvaluator:
         self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
         self._agreeable = agreeable
         self.criterion = model.loss
-        self.blocks = recorded_blocks(model.blocks)
+        self.blocks = RecordedBlocks(model.blocks)
         self.units = store.layout.units
 
     def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:
@@ -160,7 +160,7 @@ class BlockEvaluator:
                         if x is not None:
                             x, _ = call_located("block", block, self.blocks[block].forward, params[block], x, run)
                             self.store.progress.poll()
-        return x
+        return self.blocks.released(x)
 
     def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
         """Return the sum of losses, the weight and the last block's output; if ``x`` is None, 0.0, 0.0 and None.
@@ -515,6 +515,11 @@ class Runner(ABC):
         The device where the layers compute.
     sentinels : WriteCheck, optional
         Checks that layers write all of their gradients; None checks nothing.
+
+    Attributes
+    ----------
+    blocks : RecordedBlocks
+        The blocks of this rank's part; none of a functional model.
     """
 
     def __init__(
@@ -530,6 +535,7 @@ class Runner(ABC):
     ) -> None:
         self.partitioned, self.store, self.scalars, self.counts = partitioned, store, scalars, counts
         self.agreeable, self.compute_device, self.sentinels = agreeable, compute_device, sentinels
+        self.blocks = RecordedBlocks({})
 
     @abstractmethod
     def run(self, micro_batches: Iterable[MicroBatch], run_of: RunOf) -> None:
@@ -682,6 +688,7 @@ class SequentialRunner(Runner):
     ) -> None:
         super().__init__(partitioned, evaluator.store, scalars, **settings)
         self.evaluator = evaluator
+        self.blocks = getattr(evaluator, "blocks", self.blocks)
 
     def run(self, micro_batches: Iterable[MicroBatch], run_of: RunOf) -> None:
         """Run the forward and backward pass of every micro-batch, one after the other; see :meth:`Runner.run`."""

@@ -264,7 +264,7 @@ def apart(value: Any, parts: Sequence[Array]) -> Any:
         shared = isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, part) for part in parts)
         return leaf.copy() if shared else leaf
 
-    return map_leaves(separated, value)
+    return separated(value) if type(value) is np.ndarray else map_leaves(separated, value)
 
 
 def largest_block(layout: FlatLayout) -> int:

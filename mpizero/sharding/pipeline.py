@@ -31,6 +31,7 @@ from mpizero.layout import Instruction, Schedule, build_schedule
 from mpizero.layout.flat import by_global_name, joined, nested
 from mpizero.nn.arrays import StartValues, start_values_of
 from mpizero.nn.layer import call_located, fresh_integers
+from mpizero.nn.recorded import RecordedBlocks
 from mpizero.sharding.batch import GrainScalars
 from mpizero.sharding.config import ShardingConfig
 from mpizero.sharding.device import ComputeDevice
@@ -125,6 +126,7 @@ class PipelineRunner(Runner):
     ) -> None:
         super().__init__(partitioned, store, scalars, **settings)
         self.comm, self.loss_scale, self.criterion = comm, loss_scale, partitioned.local.loss
+        self.blocks = RecordedBlocks(partitioned.local.blocks)
         self.pipeline_p2p = self.compute_device.pipeline_p2p(comm)
         store.progress.register("pipeline", self.pipeline_p2p.progress)
         self.stage_of = partitioned.parallel_layout.chunks
@@ -224,7 +226,8 @@ class PipelineRunner(Runner):
                     what, block = "the backward pass", self.partitioned.cuts[route.border + 1][0]
                 what = f"what {what} of block {block!r} returns"
                 self.pipeline_p2p.check(route, key_of(x), value, what)
-        self.pipeline_p2p.send(route, micro, key_of(x), peer, None if flight.failed else value)
+        sent = None if flight.failed else self.blocks.released(value)  # the message may leave later
+        self.pipeline_p2p.send(route, micro, key_of(x), peer, sent)
 
     def _backward(self, instruction: Instruction, checked: CheckedMicroBatch) -> None:
         """Compute the gradients of a chunk's input, weights or both from the gradient of its output, unit by unit.
@@ -258,7 +261,7 @@ class PipelineRunner(Runner):
 
     def _call(self, block: str, method: str, *args: Any) -> Any:
         """Call ``method`` of a block's layer with ``args``, record its time, and return its result."""
-        clock, bound = self.store.timeline, getattr(self.partitioned.local.blocks[block], method)
+        clock, bound = self.store.timeline, getattr(self.blocks[block], method)
         begun = clock.begin()
         result = call_located("block", block, bound, *args)
         clock.end("forward" if method == "forward" else "backward", block, begun)
@@ -356,7 +359,7 @@ class PipelineRunner(Runner):
         for chunk in self.partitioned.chunks:
             value = self._pass_forward(chunk, -self._predicted, x, run, _Flight(fail))
         self.store.progress.poll()
-        return value
+        return self.blocks.released(value)
 
     def using_loss(self, loss: Any) -> AbstractContextManager[None]:
         """Use ``loss`` in place of the model's own loss inside the context; None keeps it. Not collective."""

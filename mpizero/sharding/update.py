@@ -27,7 +27,7 @@ from mpizero.layout.sum_tree import Program, TreeNode, cover, evaluate, leaves_p
 from mpizero.layout.tensor_parts import PartRows, elements_within, row_runs, take_rows, tile_rows
 from mpizero.nn.arrays import add_to
 from mpizero.optim import elementwise
-from mpizero.optim.elementwise import EMA, MASTER_WEIGHTS, tensor_slots
+from mpizero.optim.elementwise import EMA, MASTER_WEIGHTS, optimizer_name, tensor_slots
 from mpizero.sharding.batch import Divisors
 from mpizero.sharding.params import (
     ParameterStore,
@@ -263,6 +263,13 @@ class Updater:
             return [*parts, *self.state.values()] if self.size <= _MOST_RECORDED else []
 
         self._calls.run(apply, (*places, values, *self.state.values(), threads), scalars, written)
+
+    @property
+    def computed_by(self) -> str:
+        """How the last update was computed: "replayed", or "called" and why it is not recorded."""
+        if self._calls.refused:
+            return f"called: {optimizer_name(self.optimizer)} differs when its kernels are repeated"
+        return "replayed" if self._calls.repeated else "called"
 
     def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
         """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.

@@ -37,11 +37,29 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def kernel_part(kernel: Any) -> str:
-    """Return the part that a kernel belongs to."""
-    if kernel.name == "product":
+def kernel_part(name: str) -> str:
+    """Return the part that the kernel called ``name`` belongs to."""
+    if name == "product":
         return "products"
-    return "attention" if kernel.name.startswith("causal_attention") else "other kernels"
+    return "attention" if name.startswith("causal_attention") else "other kernels"
+
+
+def watch_recordings(clock: Clock) -> None:
+    """Count the kernels that recordings repeat, like those that layers call."""
+    from mpizero.kernels.recording import Recording
+
+    repeat, watched = Recording.repeat, set()
+
+    def call(recording: Any, *args: Any) -> None:
+        if id(recording) not in watched:
+            watched.add(id(recording))
+            recording.calls = [
+                (clock.timed(f, kernel_part(f.__name__)) if hasattr(f, "__self__") else f, values)
+                for f, values in recording.calls
+            ]
+        repeat(recording, *args)
+
+    Recording.repeat = call
 
 
 def calls_of(step: Callable[[], Any]) -> int:
@@ -74,7 +92,8 @@ def rank(args: argparse.Namespace) -> dict[str, dict[str, float]] | None:
         ours.turn(5, 0)
         whole[strategy] = statistics.median(step.total() for step in steps_of(ours))
         calls[strategy] = calls_of(ours.train)
-    clock.watch(Kernel, "__call__", kernel_part)
+    clock.watch(Kernel, "__call__", lambda kernel: kernel_part(kernel.name))
+    watch_recordings(clock)
     clock.watch(Transport, "_run", lambda _: "messages")
     for strategy, ours in models.items():
         steps = steps_of(ours)

@@ -36,16 +36,24 @@ class Clock:
         found, self.seconds = self.seconds, Counter[str]()
         return found
 
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return a function that does as ``function``, and counts as ``part``."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.spend(self.outside)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spend(part)
+
+        return call
+
     def watch(self, owner: type, name: str, part: Callable[[Any], str]) -> None:
         """Count calls of the method ``name`` of ``owner`` as ``part(object)``; none of them may contain another."""
         method = getattr(owner, name)
 
         @wraps(method)
         def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-            self.spend(self.outside)
-            try:
-                return method(first, *args, **kwargs)
-            finally:
-                self.spend(part(first))
+            return self.timed(method, part(first))(first, *args, **kwargs)
 
         setattr(owner, name, call)
