@@ -618,9 +618,9 @@ class CheckedMicroBatch:
         copy of it if it shares memory with the block's gradients, which the next block may overwrite.
         """
         begun = self.timeline.begin()
-        if self.batch.grain is not None:
-            dx = apart(dx, self.batch.flat_gradients(unit, block))
-        self._accumulate(unit, block, self._written[unit.index][block])
+        parts = () if self.batch.grain is None else self.batch.flat_gradients(unit, block)
+        dx = apart(dx, parts)
+        self._accumulate(unit, block, self._written[unit.index][block], parts)
         self.timeline.end("local sums", block, begun)
         return dx
 
@@ -636,11 +636,12 @@ class CheckedMicroBatch:
                 self.compute_device.done(unit, written)
             for block, views in reversed(written.items()):  # the last one came first
                 if block not in self._accumulated:
-                    self._accumulate(unit, block, views)
+                    parts = () if self.batch.grain is None else self.batch.flat_gradients(unit, block)
+                    self._accumulate(unit, block, views, parts)
             self.batch.reduce(unit)
 
-    def _accumulate(self, unit: Unit, block: str, views: Any) -> None:
-        self._check(unit, block, views)
+    def _accumulate(self, unit: Unit, block: str, views: Any, parts: Sequence[Array]) -> None:
+        self._check(block, views, parts)
         self._weight_averages(block, views)
         if self.batch.grain is not None and (unlike := self.scalars.integers.take(block, *self.batch.sample_range)):
             self.scalars.fail_later(unlike)
@@ -659,14 +660,14 @@ class CheckedMicroBatch:
             view *= view.dtype.type(self.batch.sample_range[1])
         self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
 
-    def _check(self, unit: Unit, block: str, views: Any) -> None:
-        """Check that a block's gradients are finite; if one is not, record it in ``scalars``.
+    def _check(self, block: str, views: Any, parts: Sequence[Array]) -> None:
+        """Check that a block's gradients, in ``parts``, are finite; if one is not, record it in ``scalars``.
 
         If a gradient is not finite because the layer has not written it, an error that says so is recorded.
         """
         if self.batch.grain is None:
             return
-        if not all(all_finite(part) for part in self.batch.flat_gradients(unit, block)):
+        if not all(map(all_finite, parts)):
             missed = None if self._sentinels is None else self._sentinels.missed(block, views)
             if missed is not None:
                 self.scalars.fail_later(missed)

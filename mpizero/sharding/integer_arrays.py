@@ -101,7 +101,7 @@ class IntegerState:
 
         ``first`` and ``count`` are the number of the micro-batch's first sample, and its number of samples.
         """
-        for name in self._names([block]):
+        for name in self._names([block]) if self._local else ():
             written = self._written[name]
             if name not in self._new:
                 self._new[name], self._from = written.copy(), (first, count)
