@@ -183,7 +183,7 @@ def _same(one: Any, other: Any) -> bool:
         return one is other
     if type(one) is not np.ndarray:
         return bool(one == other)
-    return one.__array_interface__ == other.__array_interface__
+    return bool(one.__array_interface__ == other.__array_interface__)
 
 
 def _write(arrays: Sequence[Array], contents: Sequence[Array]) -> None:

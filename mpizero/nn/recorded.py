@@ -8,8 +8,8 @@ Only layers whose classes are known to compute by kernels and recorded calls are
 recording is tried before it is used again: see [Note: proof of a recording] there.
 
 [Note: whose memory] The output of a recorded pass, and the gradient of its input, lie in the same arrays in every step.
-Such an array is valid until the pass is repeated, and the next block reads it where it lies. Whoever keeps one longer
-copies it (:meth:`RecordedBlocks.released`). Any other input is copied to memory of the recording. A training pass is
+Such an array is valid until the pass is repeated, and the next block reads it where it lies. To be kept longer it is
+copied (:meth:`RecordedBlocks.released`). Any other input is copied to memory of the recording. A training pass is
 not repeated before its backward pass has ended; further micro-batches in flight have recordings of their own.
 """
 
@@ -90,7 +90,7 @@ class RecordedBlocks(dict[str, Any]):
         return value.copy() if id(value) in self.owned else value
 
     def status(self) -> dict[str, str]:
-        """Say how each block's last training pass was computed: "replayed", "called", or why it is not recorded."""
+        """Say how each block's last training pass was computed: "repeated", "called", or why it is not recorded."""
         found = {}
         for name, block in self.items():
             recorded = isinstance(block, RecordedBlock)
@@ -115,7 +115,7 @@ class RecordedBlock:
     refused : str
         Why the block is no longer recorded; "" if it is.
     last : str
-        "replayed" if the last forward pass of a training step was repeated from a recording, else "called".
+        "repeated" if the last forward pass of a training step was repeated from a recording, else "called".
     """
 
     def __init__(self, layer: Layer, model: RecordedBlocks) -> None:
@@ -133,10 +133,10 @@ class RecordedBlock:
             if free := self._free.get(key):
                 if not run.training:
                     return free[-1].repeat(x, run)
-                self.last = "replayed"
+                self.last = "repeated"
                 return free.pop().repeat(x, run)
-            if self._may_record(form):
-                return self._record(key, params, x, run)
+            if self._may_record(form) and (recorded := self._record(key, params, x, run)) is not None:
+                return recorded
         if run.training:
             self.last = "called"
         y, cache = self.stands_for.forward(params, x, run)
@@ -173,7 +173,8 @@ class RecordedBlock:
         self._seen[form] = seen = self._seen.get(form, 0) + 1
         return seen > RUNS and self._made < _PLACES and self._held <= LIMIT
 
-    def _record(self, key: Any, params: Params, x: Array, run: Run) -> tuple[Any, Any]:
+    def _record(self, key: Any, params: Params, x: Array, run: Run) -> tuple[Any, Any] | None:
+        """Do as :meth:`forward`, and record it; return None if the recording is refused."""
         self._made += 1
         made = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
         y, inner = made.y, made.cache
@@ -182,7 +183,7 @@ class RecordedBlock:
             return y, (None, inner)
         made.prove()
         if self.refused:
-            return y, (None, inner)
+            return None
         self.model.owned[id(y)] = y
         if not run.training:
             self._free.setdefault(key, []).append(made)
@@ -298,16 +299,20 @@ class _Pass:
             array.fill(np.nan)
         back.calls.repeat(self._run)
         calls.repeat(self._run)
-        self._compare([("the gradient of the input", dx, back.dx)] * (dx is not None))
+        if dx is not None:
+            self._compare([("the gradient of the input", dx, back.dx)])
         pairs = zip(views.items(), expected, strict=True)
         self._compare([(f"the gradient of {name}", array, view) for (name, view), array in pairs])
         for array, contents in zip([back.dy, *views.values()], [before, *kept], strict=True):
             array[...] = contents
-        back.calls.repeat(self._run)  # the gradient of the input is still needed
+        if not self._block.refused:
+            back.calls.repeat(self._run)  # the gradient of the input is still needed
+        elif (dx := self._layer.backward(back.params, self.cache, back.dy, grads)) is not None:
+            back.dx[...] = dx
 
     def _compare(self, results: Sequence[tuple[str, Array, Array]]) -> None:
         for what, expected, repeated in results:
-            if expected.tobytes() != repeated.tobytes():
+            if not self._block.refused and expected.tobytes() != repeated.tobytes():
                 self._block.refuse(what)
 
 
@@ -330,4 +335,5 @@ def _others(x: Array) -> Array:
     if x.dtype.kind != "f":
         return turned
     ramp = np.linspace(-1, 1, x.size, dtype=x.dtype).reshape(x.shape)
-    return turned * x.dtype.type(0.5) + ramp
+    others: Array = turned * x.dtype.type(0.5) + ramp
+    return others

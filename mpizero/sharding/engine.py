@@ -201,8 +201,8 @@ class Engine(PlacedModel):
             self.bind(optim.SGD(lr=self.config.learning_rate), self.config.loss_scale(None))
         return self.bound_updater
 
-    def replays(self) -> dict[str, str]:
-        """Say how the last step's passes and its update were computed; see ``ModelMetadata.replays``."""
+    def recordings(self) -> dict[str, str]:
+        """Say how the last step's passes and its update were computed; see ``ModelMetadata.recordings``."""
         update = {} if self.updater is None else {"update": self.updater.computed_by}
         return self.runner.blocks.status() | update
 

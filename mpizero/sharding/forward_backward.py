@@ -689,7 +689,8 @@ class SequentialRunner(Runner):
     ) -> None:
         super().__init__(partitioned, evaluator.store, scalars, **settings)
         self.evaluator = evaluator
-        self.blocks = getattr(evaluator, "blocks", self.blocks)
+        if isinstance(evaluator, BlockEvaluator):
+            self.blocks = evaluator.blocks
 
     def run(self, micro_batches: Iterable[MicroBatch], run_of: RunOf) -> None:
         """Run the forward and backward pass of every micro-batch, one after the other; see :meth:`Runner.run`."""

@@ -597,8 +597,8 @@ class ModelMetadata:
     bits : str
         "every CPU" if only this library computes, so that the bits do not depend on the type of CPU (with fused
         multiply-adds); else "this CPU, because " and what else computes.
-    replays : dict of str to str
-        How this rank has computed the last step's passes of each block, and its "update": "replayed" from a recording,
+    recordings : dict of str to str
+        How this rank has computed the last step's passes of each block, and its "update": "repeated" from a recording,
         "called" by Python, or "called: " and why it is not recorded. Empty for a functional model, but for "update".
     averaged_every : int
         Number of steps from one averaging to the next if each rank trains its own copy (:class:`LocalSGDOptimizer`);
@@ -652,7 +652,7 @@ class ModelMetadata:
     tiles: dict[str, int]
     within_rounding: tuple[str, ...]
     bits: str
-    replays: dict[str, str]
+    recordings: dict[str, str]
     averaged_every: int
     nodes: int
     ranks_per_node: int
@@ -708,7 +708,7 @@ def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_e
         tiles=engine.partitioned.parallel_layout.virtual_ranks,
         within_rounding=engine.within_rounding,
         bits=engine.bits,
-        replays=engine.replays(),
+        recordings=engine.recordings(),
         averaged_every=averaged_every,
         nodes=grid.inter_node.size,
         ranks_per_node=grid.node.size,

@@ -266,10 +266,10 @@ class Updater:
 
     @property
     def computed_by(self) -> str:
-        """How the last update was computed: "replayed", or "called" and why it is not recorded."""
+        """Say how the last update was computed: "repeated", or "called" and why it is not recorded."""
         if self._calls.refused:
             return f"called: {optimizer_name(self.optimizer)} differs when its kernels are repeated"
-        return "replayed" if self._calls.repeated else "called"
+        return "repeated" if self._calls.repeated else "called"
 
     def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
         """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.

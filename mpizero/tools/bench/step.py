@@ -162,6 +162,8 @@ class StepTimes:
         The coordinates of every rank on the axes of the process grid.
     slowest : int
         The rank with the least waiting time: the other ranks wait for it.
+    recordings : dict of str to str
+        How rank 0 has computed the last step (:attr:`mpizero.sharding.ModelMetadata.recordings`).
     """
 
     described: str
@@ -171,6 +173,7 @@ class StepTimes:
     ranks: tuple[dict[str, PhaseTime], ...]
     coordinates: tuple[dict[str, int], ...]
     slowest: int
+    recordings: dict[str, str]
 
 
 def measure_step(
@@ -191,7 +194,7 @@ def measure_step(
         local = tuple(StepSpans(a + offset, b + offset, spans_of(taken, offset, first)) for a, b, taken in spans)
         ranks: list[tuple[StepSpans, ...]] = comm.allgather_object(local, "bench step")
         coordinates = tuple(comm.allgather_object(grid.coordinates._asdict(), "bench step"))
-        described = setup.described()
+        described, recordings = setup.described(), setup.model._engine.recordings()
     latest = waits(ranks)
     tables = [[phases_of(step, latest) for step in steps] for steps in ranks]
     phases = tuple(_phases(table, floors[rank] if floors else {}) for rank, table in enumerate(tables))
@@ -200,7 +203,7 @@ def measure_step(
         if comm.rank == 0 and request.trace is not None:
             write_trace(request.trace, ranks, coordinates)
     seconds = Measurement.of(plain), Measurement.of(watched)
-    return StepTimes(described, request.steps, *seconds, phases, coordinates, last)
+    return StepTimes(described, request.steps, *seconds, phases, coordinates, last, recordings)
 
 
 def _floors(request: StepRequest, config: RunConfig, comm: Communicator) -> Sequence[dict[str, float]] | None:
@@ -261,7 +264,7 @@ def report(times: StepTimes) -> str:
     head = (
         f"{times.described}\n{counted(times.steps, 'step')}, the slowest rank's: {plain.median * 1e3:.3f} ms "
         f"({plain.least * 1e3:.3f}-{plain.most * 1e3:.3f}), {watched.median * 1e3:.3f} ms "
-        f"({watched.least * 1e3:.3f}-{watched.most * 1e3:.3f}) when watched"
+        f"({watched.least * 1e3:.3f}-{watched.most * 1e3:.3f}) when watched\n{_recorded(times.recordings)}"
     )
     chosen = sorted({0 if times.slowest else len(times.ranks) - 1, times.slowest})
     floors = any(phase.floor for phase in times.ranks[0].values())
@@ -273,6 +276,13 @@ def report(times: StepTimes) -> str:
     sums = [_sum(times.ranks[rank]) for rank in chosen]
     rows.append(["all", *(cell for phase in sums for cell in _cells(phase, floors=floors))])
     return f"{head}\n\n{columns(rows)}"
+
+
+def _recorded(recordings: dict[str, str]) -> str:
+    """Say what of a step is repeated from recordings, and what is not."""
+    called = {name: how for name, how in recordings.items() if how != "repeated"}
+    counts = f"{len(recordings) - len(called)} of {len(recordings)}"
+    return "; ".join([f"repeated from recordings: {counts}", *(f"{name}: {how}" for name, how in called.items())])
 
 
 def _sum(phases: dict[str, PhaseTime]) -> PhaseTime:
@@ -305,6 +315,7 @@ def as_json(times: StepTimes) -> str:
         "seconds": asdict(times.plain),
         "seconds_watched": asdict(times.watched),
         "slowest": times.slowest,
+        "recordings": times.recordings,
         "ranks": [
             {"rank": rank, **times.coordinates[rank], "phases": {name: asdict(phase) for name, phase in phases.items()}}
             for rank, phases in enumerate(times.ranks)

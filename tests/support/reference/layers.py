@@ -88,16 +88,16 @@ def relu(x: Array, y: Array) -> None:
     y[:] = np.maximum(x, 0)
 
 
-def relu_backward(y: Array, dy: Array, dx: Array) -> None:
-    dx[:] = np.where(y <= 0, 0, dy)
+def relu_backward(x: Array, dy: Array, dx: Array) -> None:
+    dx[:] = np.where(x <= 0, 0, dy)
 
 
 def tanh(x: Array, y: Array) -> None:
     y[:] = np.tanh(_wide(x))
 
 
-def tanh_backward(y: Array, dy: Array, dx: Array) -> None:
-    dx[:] = dy * (1 - _wide(y) ** 2)
+def tanh_backward(x: Array, dy: Array, dx: Array) -> None:  # x is the output of tanh
+    dx[:] = dy * (1 - _wide(x) ** 2)
 
 
 def bias_gelu(x: Array, bias: Array, z: Array, y: Array) -> None:

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero.kernels import recording
+from mpizero.nn import recorded
+from mpizero.testing import run_in_threads
+
+rng = np.random.default_rng(5)
+STEPS = 10
+IDS = rng.integers(0, 12, (2, STEPS, 8, 6))
+NUMBERS = rng.normal(size=(2, STEPS, 8, 3)).astype(np.float32)
+
+
+def gpt(dropout=0.0):
+    return mz.nn.GPT(vocabulary=12, sequence=6, dim=8, layers=2, heads=2, dropout=dropout)
+
+
+def mlp(activation="tanh"):
+    return mz.nn.MLP(3, [16, 16], 3, task="regression", activation=activation)
+
+
+def train(comm, net, data, *, strategy="zero2", mesh=None, between=lambda model, step: None, **config):
+    """Train on this rank's part of each batch; return losses, parameters' hash and how the last step was computed."""
+    config = {"micro_batch": 2, **config}
+    optimizer = mz.AdamW(lr=lambda step: 0.01 / (1 + step // 6))  # which changes after recordings are made
+    with (
+        mz.Mesh(comm, **mesh or {}) as there,
+        mz.distribute(net, optimizer, strategy, mesh=there, config=mz.Config(**config)) as model,
+    ):
+        group, losses = model._engine.grid.data, []
+        for step, (x, y) in enumerate(zip(*data, strict=True)):
+            part = slice(len(x) * group.rank // group.size, len(x) * (group.rank + 1) // group.size)
+            losses.append(model.train(x[part], y[part]))
+            between(model, step)
+        return losses, model.parameters_sha256(), model.metadata().recordings
+
+
+def both(monkeypatch, task, ranks=1):
+    """Return the results of ``task(comm)`` on all ranks with recordings, after a comparison with those without."""
+    results = []
+    for value in ("1", "0"):
+        monkeypatch.setenv("MPIZERO_REPLAY", value)
+        results.append([task("self")] if ranks == 1 else run_in_threads(ranks, task))
+    with_recordings, without = results
+    assert [rank[:2] for rank in with_recordings] == [rank[:2] for rank in without]
+    assert all(how.startswith("called") for rank in without for how in rank[2].values())
+    return with_recordings
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "strategy", "net", "config"),
+    [
+        (1, {}, "ddp", partial(mlp, "tanh"), {}),
+        (1, {}, "zero1", partial(mlp, "relu"), {"clip": 0.1, "ema": 0.9}),
+        (1, {}, "ddp", partial(gpt, 0.2), {"accumulate": 2}),
+        (2, {}, "zero1", partial(mlp, "gelu"), {}),
+        (2, {}, "zero3", partial(gpt, 0.2), {}),
+        (3, {}, "zero2", partial(mlp, "silu"), {}),
+        (4, {"share_node_memory": False}, "zero3", gpt, {"micro_batch": 1}),
+        (2, {"share_node_memory": False}, "ddp", gpt, {}),
+        (4, {"pipeline": 2}, "zero1", partial(gpt, 0.2), {"schedule": "zero_bubble"}),
+        (2, {"pipeline": 2}, "zero2", mlp, {"schedule": "1f1b"}),
+    ],
+)
+def test_repeated_steps_have_the_bits_of_called_ones(monkeypatch, ranks, mesh, strategy, net, config):
+    data = NUMBERS if net().loss.__class__.__name__ == "MeanSquaredError" else IDS
+    for *_, how in both(monkeypatch, lambda c: train(c, net(), data, strategy=strategy, mesh=mesh, **config), ranks):
+        assert {name: value for name, value in how.items() if value != "repeated"} == {}
+
+
+def test_what_changes_between_steps_reaches_repeated_steps(monkeypatch, tmp_path):
+    def between(model, step):
+        if step == 5:
+            model.set_parameters(model.gather_full_parameters() * 0.5)
+        if step == 6:
+            model.save_model(tmp_path / "saved")
+        if step == 8:
+            model.load_model(tmp_path / "saved")
+
+    assert set(both(monkeypatch, lambda c: train(c, mlp(), NUMBERS, between=between))[0][2].values()) == {"repeated"}
+
+
+def test_batches_of_several_lengths_in_turns_keep_their_recordings(monkeypatch):
+    data = [[array[: 8 if number % 2 else 5] for number, array in enumerate(part)] for part in NUMBERS]
+    both(monkeypatch, lambda c: train(c, mlp(), data, micro_batch=8))
+    by_length = [[array[: 3 + number % 3] for number, array in enumerate(part)] for part in np.repeat(NUMBERS, 3, 1)]
+    both(monkeypatch, lambda c: train(c, mlp(), by_length, micro_batch=8))
+
+
+def test_a_rank_without_samples_in_some_steps_takes_part(monkeypatch):
+    data = [[array[: 2 if number % 3 == 2 else 8] for number, array in enumerate(part)] for part in NUMBERS]
+    both(monkeypatch, lambda c: train(c, mlp(), data, strategy="zero3"), ranks=2)
+
+
+def test_two_models_in_turns_do_not_share_memory_of_recordings(monkeypatch):
+    def task(comm):
+        made = partial(mz.distribute, optimizer=mz.SGD(lr=0.1))
+        with mz.Mesh(comm) as mesh, made(mlp(), mesh=mesh) as one, made(mlp("relu"), mesh=mesh) as other:
+            losses = [(one.train(x, y), other.train(y, x)) for x, y in zip(*NUMBERS, strict=True)]
+            return losses, (one.parameters_sha256(), other.parameters_sha256()), one.metadata().recordings
+
+    assert set(both(monkeypatch, task)[0][2].values()) == {"repeated"}
+
+
+def test_a_value_that_is_not_finite_and_an_id_out_of_range_are_told_in_repeated_steps():
+    with mz.distribute(gpt(), mz.SGD(lr=0.1), config=mz.Config(micro_batch=2)) as model:
+        for x, y in zip(*IDS, strict=True):
+            model.train(x, y)
+        before = model.parameters_sha256()
+        with pytest.raises(
+            mz.errors.DataError, match="block 'embedding'.*ids from 0 to 11, the input has ids from 0 to 12"
+        ):
+            model.train(np.where(IDS[0, 0] == IDS[0, 0, 7, 5], 12, 0), IDS[1, 0])
+        assert model.parameters_sha256() == before
+        assert model.train(IDS[0, 0], IDS[1, 0]) > 0
+        assert model.metadata().recordings["embedding"] == "repeated"
+    with mz.distribute(mlp(), mz.SGD(lr=0.1)) as model:
+        for x, y in zip(*NUMBERS, strict=True):
+            model.train(x, y)
+        before = model.parameters_sha256()
+        model.train(np.full_like(NUMBERS[0, 0], np.nan), NUMBERS[1, 0])
+        assert model.last_step.skipped
+        assert model.parameters_sha256() == before
+
+
+def test_predictions_are_arrays_of_their_own():
+    with mz.distribute(mlp(), None) as model:
+        kept = [model.predict(x) for x in NUMBERS[0]]
+        again = [model.predict(x) for x in NUMBERS[0]]
+    assert [a.tobytes() for a in kept] == [a.tobytes() for a in again]
+    assert len({a.tobytes() for a in kept}) == STEPS
+
+
+@dataclass(frozen=True)
+class HalfRecorded(mz.nn.Tanh):
+    """Compute a part by NumPy, unrecorded: ``where`` says in which pass."""
+
+    where: str = "forward"
+
+    def forward(self, params, x, run=mz.types.EVALUATE):
+        y, cache = super().forward(params, x, run)
+        if self.where == "forward":
+            y *= 2
+        return y, (cache * 1 if self.where == "cache" else cache)
+
+    def backward_input(self, params, cache, dy):
+        dx, pending = super().backward_input(params, cache, dy)
+        return (dx * 3 if self.where == "backward" else dx), pending
+
+
+def half_recorded(where):
+    layers = {"in": mz.nn.Linear(3, 4), "half": HalfRecorded(where), "out": mz.nn.Linear(4, 3)}
+    return Blocks(layers)
+
+
+@dataclass
+class Blocks:
+    blocks: dict
+    loss: object = mz.nn.MeanSquaredError()
+    dtype: object = np.float32
+    seed: int = 0
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [("forward", "output"), ("cache", "cache"), ("backward", "gradient of the input")]
+)
+def test_a_recording_that_misses_a_part_is_refused(monkeypatch, where, what):
+    monkeypatch.setattr(recorded, "KNOWN", recorded.KNOWN | {HalfRecorded})
+    how = both(monkeypatch, lambda c: train(c, half_recorded(where), NUMBERS))[0][2]
+    assert how["half"] == f"called: the {what} of HalfRecorded differs when its kernels are repeated"
+    assert how["in"] == how["out"] == "repeated"
+
+
+def test_a_users_layer_is_called_between_repeated_ones(monkeypatch):
+    how = both(monkeypatch, lambda c: train(c, half_recorded("forward"), NUMBERS))[0][2]
+    assert how == {"in": "repeated", "half": "called: HalfRecorded", "out": "repeated", "update": "repeated"}
+
+
+def test_an_optimizer_that_computes_by_numpy_is_refused(monkeypatch):
+    class Halved(mz.SGD):
+        def apply(self, w, g, state, hyper, threads=1):
+            super().apply(w, g * 0.5, state, hyper, threads)
+
+        def apply_tree(self, rows, w, state, hyper, threads=1):
+            super().apply_tree(rows, w, state, hyper, threads)
+            w *= 0.5
+
+        _kernel = "sgd"
+
+    Halved.__module__ = "mpizero.optim.elementwise"
+
+    def task(comm):
+        with mz.Mesh(comm) as mesh, mz.distribute(mlp(), Halved(lr=0.1), mesh=mesh) as model:
+            losses = [model.train(x, y) for x, y in zip(*NUMBERS, strict=True)]
+            return losses, model.parameters_sha256(), model.metadata().recordings
+
+    assert both(monkeypatch, task)[0][2]["update"] == "called: Halved differs when its kernels are repeated"
+
+
+def test_memory_and_number_of_recordings_have_a_limit(monkeypatch):
+    monkeypatch.setattr(recorded, "_PLACES", 4)
+    with mz.distribute(mlp(), None) as model:
+        for length in [*range(1, 9), *range(1, 9)] * 2:
+            model.predict(NUMBERS[0, 0, :length])
+        block = model._engine.runner.blocks["output"]
+        assert block._made == 4
+    monkeypatch.setattr(recorded, "LIMIT", 100)
+    with mz.distribute(mlp(), mz.SGD(lr=0.1)) as model:
+        for x, y in zip(*NUMBERS, strict=True):
+            model.train(x, y)
+        assert model.metadata().recordings["hidden.0"] == "called"
+
+
+def test_a_call_inside_a_recorded_call_is_not_recorded_twice():
+    x, total = np.ones(3), np.zeros(3)
+
+    def twice(out):
+        recording.call(np.add, out, x, out)
+        recording.call(np.add, out, x, out)
+
+    with recording.Recording() as calls:
+        recording.call(twice, total)
+    assert len(calls.calls) == 1
+    assert not recording.OPEN
+    calls.repeat()
+    assert total.tolist() == [4, 4, 4]
+
+
+def test_temporary_memory_is_shared_by_the_calls_of_a_recording():
+    assert recording.temporary(4, np.dtype("f4")) is not recording.temporary(4, np.dtype("f4"))
+    with recording.Recording() as calls:
+        one, other = recording.temporary(8, np.dtype("f4")), recording.temporary(4, np.dtype("f4"))
+    assert np.shares_memory(one, other)
+    assert one.size == 8
+    assert set(calls.workspaces) == {"f"}
