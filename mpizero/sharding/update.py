@@ -480,8 +480,9 @@ class Updater:
 
 
 def _computes_by_kernels(optimizer: Any) -> bool:
-    """Tell whether an optimizer, and the one that it may wrap, is one of this package."""
-    return all(type(one).__module__.startswith("mpizero.optim") for one in (optimizer, elementwise.plain(optimizer)))
+    """Tell whether an optimizer, or the one that it wraps, is one of this package, not a user's class."""
+    used = elementwise.plain(optimizer)
+    return isinstance(used, elementwise.FlatOptimizer) and type(used).__module__.startswith("mpizero.optim.")
 
 
 def state_sizes(

@@ -203,6 +203,23 @@ def test_an_optimizer_that_computes_by_numpy_is_refused(monkeypatch):
     assert both(monkeypatch, task)[0][2]["update"] == "called: Halved differs when its kernels are repeated"
 
 
+def test_an_optimizer_of_the_user_is_called_once_a_step():
+    class Counting:
+        calls = 0
+
+        def update(self, params, grads, state):
+            self.calls += 1
+            params -= 0.1 * grads
+
+    counting = Counting()
+    with mz.distribute(mlp(), counting) as model:
+        before = counting.calls
+        for x, y in zip(*NUMBERS, strict=True):
+            model.train(x, y)
+        assert model.metadata().recordings["update"] == "called"
+        assert (counting.calls - before) % STEPS == 0
+
+
 def test_memory_and_number_of_recordings_have_a_limit(monkeypatch):
     monkeypatch.setattr(recorded, "_PLACES", 4)
     with mz.distribute(mlp(), None) as model:

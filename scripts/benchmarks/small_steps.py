@@ -1,0 +1,196 @@
+"""Time steps of microseconds, of an MLP: by mpizero, with and without recordings, by PyTorch and by JAX, in turns.
+
+The network has three hidden layers with tanh, the loss is the mean squared error, the optimizer AdamW. Each rank has
+``--batch`` samples, the same in every step, and one thread. "mpizero called" runs with MPIZERO_REPLAY=0. "torch" is a
+plain loop of PyTorch, "torch.compile" has its network compiled, "jax.jit" a whole step with optax's AdamW; they train
+on one rank. "torch-ddp" is DistributedDataParallel over gloo. The table has medians of rounds, in microseconds of a
+step, and ratios of the same round to the first contender.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
+
+import numpy as np
+from harness.jobs import Mpi, environment_of
+from harness.options import chosen, parser, positive
+from harness.tables import aligned
+from harness.turns import Team, alternate, has_module, serve, tell, timed
+
+OURS = ("mpizero", "mpizero called")
+TORCH = ("torch", "torch.compile", "torch-ddp")
+ALONE = ("torch", "torch.compile", "jax.jit")
+RATE = 1e-3
+Step = Callable[[], Any]
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line, and return its options."""
+    options = parser(__doc__, rounds=15, mpiexec=True, json=True)
+    options.add_argument("--ranks", type=positive, default=1, help="(default: %(default)s)")
+    options.add_argument("--width", type=positive, default=64, help="of a hidden layer (default: %(default)s)")
+    options.add_argument("--batch", type=positive, default=256, help="samples of a rank (default: %(default)s)")
+    options.add_argument("--steps", type=positive, default=300, help="timed steps of one turn (default: %(default)s)")
+    options.add_argument("--contenders", default="mpizero,mpizero called", help="(default: %(default)s)")
+    options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
+    options.add_argument("--jax-python", default=sys.executable, help="interpreter that has JAX and optax")
+    args = options.parse_args()
+    args.contenders = chosen("--contenders", args.contenders, (*OURS, *TORCH, "jax.jit"), str)
+    if alone := [name for name in args.contenders if name in ALONE and args.ranks > 1]:
+        sys.exit(f"--contenders: {alone[0]!r} trains on one rank")
+    return args
+
+
+def data(args: argparse.Namespace, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs and targets of one rank."""
+    x = np.random.default_rng(rank).standard_normal((args.batch, 3), np.float32)
+    return x, np.sin(x[:, :1]) * x[:, 1:2]
+
+
+def ours(args: argparse.Namespace) -> tuple[Step, Step, int]:
+    """Return a step of mpizero's, a barrier, and the rank."""
+    from mpi4py import MPI
+
+    import mpizero as mz
+
+    world, widths = MPI.COMM_WORLD, [args.width] * 3
+    net = mz.nn.MLP(3, widths, 1, task="regression", activation="tanh")
+    model = mz.distribute(net, mz.AdamW(lr=RATE), "ddp", config=mz.Config(micro_batch=args.batch))
+    x, y = data(args, world.rank)
+    return lambda: model.train(x, y), world.Barrier, world.rank
+
+
+def torchs(args: argparse.Namespace) -> tuple[Step, Step, int]:
+    """Return a step of PyTorch's, a barrier, and the rank."""
+    import torch
+
+    torch.set_num_threads(1)
+    nn, sizes, rank = torch.nn, [3, *[args.width] * 3], int(os.environ["RANK"])
+    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+    net: Any = nn.Sequential(*layers, nn.Linear(args.width, 1))
+    if args.be == "torch-ddp":
+        torch.distributed.init_process_group("gloo")
+        net = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, fused=True)
+    called = torch.compile(net) if args.be == "torch.compile" else net
+    x, y = map(torch.from_numpy, data(args, rank))
+
+    def step() -> float:
+        loss = torch.nn.functional.mse_loss(called(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step, torch.distributed.barrier if args.be == "torch-ddp" else lambda: None, rank
+
+
+def jaxs(args: argparse.Namespace) -> tuple[Step, Step, int]:
+    """Return a step of JAX's, a barrier that does nothing, and 0."""
+    import jax
+    import optax
+
+    sizes, optimizer = [3, *[args.width] * 3, 1], optax.adamw(RATE, weight_decay=0.01)
+    keys = jax.random.split(jax.random.PRNGKey(0), 4)
+    made = zip(keys, sizes, sizes[1:], strict=False)
+    layers = [(jax.random.normal(key, (a, b)) / a**0.5, jax.numpy.zeros(b)) for key, a, b in made]
+
+    def loss(layers: Any, x: Any, y: Any) -> Any:
+        for weight, bias in layers[:-1]:
+            x = jax.numpy.tanh(x @ weight + bias)
+        return ((x @ layers[-1][0] + layers[-1][1] - y) ** 2).mean()
+
+    @jax.jit
+    def update(layers: Any, state: Any, x: Any, y: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(layers, x, y)
+        changes, state = optimizer.update(gradient, state, layers)
+        return optax.apply_updates(layers, changes), state, value
+
+    kept, (x, y) = [layers, optimizer.init(layers)], data(args, 0)
+
+    def step() -> float:
+        kept[0], kept[1], value = update(*kept, x, y)
+        return float(value)
+
+    return step, lambda: None, 0
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Run as one rank of the contender ``args.be``, until the benchmark closes the connection."""
+    step, barrier, rank = (ours if args.be in OURS else torchs if args.be in TORCH else jaxs)(args)
+
+    serve(args.socket, rank, {"turn": partial(timed, step, barrier)})
+
+
+def team(args: argparse.Namespace, name: str) -> Team:
+    """Start the ranks of the contender ``name``."""
+    words = [__file__, "--ranks", str(args.ranks), "--width", str(args.width), "--batch", str(args.batch)]
+    words += ["--be", name, "--socket"]
+    environment = environment_of(1) | {"MPIZERO_REPLAY": "0" if name == "mpizero called" else "1"}
+    if name in OURS:
+        launch = Mpi(args.mpiexec).command(args.ranks, words)
+        return Team(name, args.ranks, lambda path: [[*launch, path]], environment)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(args.ranks)}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
+    python = args.peers_python if name in TORCH else args.jax_python
+
+    def commands(path: str) -> Sequence[Sequence[str]]:
+        return [["env", f"RANK={rank}", python, *words, path] for rank in range(args.ranks)]
+
+    return Team(name, args.ranks, commands, environment)
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the microseconds of a step of each contender, in every round."""
+    for name in args.contenders:
+        python, module = (args.peers_python, "torch") if name in TORCH else (args.jax_python, "optax")
+        if name not in OURS and not has_module(python, module):
+            sys.exit(f"{python} has no {module}, which {name!r} needs: name another interpreter, or leave it out")
+    with ExitStack() as stack:
+        teams = {}
+        for name in args.contenders:
+            tell(f"{name} starts")
+            teams[name] = stack.enter_context(team(args, name))
+            teams[name].ask("turn", warmup=20, steps=args.steps)
+        seconds = alternate(
+            args.rounds, args.contenders, lambda name: max(teams[name].ask("turn", warmup=10, steps=args.steps))
+        )
+    return {name: [1e6 * one / args.steps for one in values] for name, values in seconds.items()}
+
+
+def main() -> None:
+    """Run as a rank, or let all contenders take turns and print their table."""
+    args = arguments()
+    if args.be:
+        worker(args)
+        return
+    found = measure(args)
+    if args.json:
+        print(json.dumps(found))
+        return
+    from mpizero._util.numbers import Measurement
+
+    rows = []
+    for name, values in found.items():
+        ratio = Measurement.of_ratios(values, found[args.contenders[0]])
+        rows.append((name, Measurement.of(values).text(0), ratio))
+    print(aligned(("", "us a step", f"over {args.contenders[0]}"), rows))
+
+
+if __name__ == "__main__":
+    main()
