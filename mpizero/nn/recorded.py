@@ -25,6 +25,7 @@ from mpizero._util.pytree import leaves_of
 from mpizero.kernels.recording import RUNS, Recording, moved_run, recording_is_on
 from mpizero.layout.flat import flat_names
 from mpizero.nn import fields, layers, transformer
+from mpizero.nn.layer import Wrapper
 from mpizero.types import EVALUATE, Array, Layer, Params, Run
 
 #: Layers that compute by kernels and recorded calls alone, from input, gradient, parameters and place of the samples.
@@ -40,6 +41,8 @@ KNOWN: frozenset[type] = frozenset(
         layers.RMSNorm,
         layers.Dropout,
         layers.Sequential,
+        layers.Frozen,
+        layers.PartlyFrozen,
         fields.Residual,
         transformer.Embedding,
         transformer.Position,
@@ -58,7 +61,8 @@ _PLACES = 64
 
 def is_known(layer: Any) -> bool:
     """Tell whether the passes of a layer, and of all layers that it is made of, can be recorded."""
-    return type(layer) in KNOWN and all(map(is_known, layer.children().values()))
+    parts = [layer.layer] if isinstance(layer, Wrapper) else layer.children().values()
+    return type(layer) in KNOWN and all(map(is_known, parts))
 
 
 class RecordedBlocks(dict[str, Any]):
@@ -293,6 +297,8 @@ class _Pass:
         views = dict(flat_names(grads))
         before, kept = back.dy.copy(), [view.copy() for view in views.values()]
         back.dy[...] = _others(back.dy)
+        for view in views.values():
+            view.fill(np.nan)  # what the layer does not write, because it is frozen, the recording must not, either
         dx = self._layer.backward(back.params, self.cache, back.dy.copy(), grads)
         expected = [view.copy() for view in views.values()]
         for array in (*views.values(), *([] if dx is None else [back.dx])):

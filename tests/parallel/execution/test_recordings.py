@@ -177,6 +177,14 @@ def test_a_recording_that_misses_a_part_is_refused(monkeypatch, where, what):
     assert how["in"] == how["out"] == "repeated"
 
 
+def test_frozen_layers_are_repeated(monkeypatch):
+    def frozen(*names):
+        net = mz.nn.freeze(mlp(), names)
+        return both(monkeypatch, lambda c: train(c, net, NUMBERS, strategy="zero3"), ranks=2)[1][2]
+
+    assert set(frozen("hidden.0.*").values()) == set(frozen("*.bias", "hidden.1.*").values()) == {"repeated"}
+
+
 def test_a_users_layer_is_called_between_repeated_ones(monkeypatch):
     how = both(monkeypatch, lambda c: train(c, half_recorded("forward"), NUMBERS))[0][2]
     assert how == {"in": "repeated", "half": "called: HalfRecorded", "out": "repeated", "update": "repeated"}
