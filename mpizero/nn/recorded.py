@@ -68,7 +68,7 @@ def is_known(layer: Any) -> bool:
 class RecordedBlocks(dict[str, Any]):
     """Hold a model's blocks by name, those that can be recorded as :class:`RecordedBlock`.
 
-    With the environment variable MPIZERO_REPLAY=0, no block is recorded.
+    With the environment variable MPIZERO_REPLAY=0, no block is recorded. ``loss`` is the loss that follows the blocks.
 
     Attributes
     ----------
@@ -78,14 +78,16 @@ class RecordedBlocks(dict[str, Any]):
         The temporary memory of all recordings.
     """
 
-    def __init__(self, blocks: Mapping[str, Any]) -> None:
+    def __init__(self, blocks: Mapping[str, Any], loss: Any = None) -> None:
         self.owned: dict[int, Array] = {}
         self.workspaces: dict[str, Array] = {}
-        recorded = recording_is_on()
+        known = [recording_is_on() and is_known(layer) for layer in blocks.values()]
+        ours = type(loss).__module__.startswith("mpizero.")
+        neighbours = zip(blocks.items(), known, [False, *known], [*known[1:], ours], strict=False)
         super().__init__(
             {
-                name: RecordedBlock(layer, self) if recorded and is_known(layer) else layer
-                for name, layer in blocks.items()
+                name: RecordedBlock(layer, self, copies=(not after, not before)) if here else layer
+                for (name, layer), here, before, after in neighbours
             }
         )
 
@@ -111,6 +113,8 @@ class RecordedBlock:
         The block; :func:`is_known` is true of it.
     model : RecordedBlocks
         All blocks of the model.
+    copies : (bool, bool)
+        Whether the output, and the gradient of the input, go to code of the user, which may keep them: it gets copies.
 
     Attributes
     ----------
@@ -122,8 +126,9 @@ class RecordedBlock:
         "repeated" if the last forward pass of a training step was repeated from a recording, else "called".
     """
 
-    def __init__(self, layer: Layer, model: RecordedBlocks) -> None:
+    def __init__(self, layer: Layer, model: RecordedBlocks, copies: tuple[bool, bool]) -> None:
         self.stands_for, self.model = layer, model
+        self._copies_output, self._copies_gradient = copies
         self.refused, self.last = "", "called"
         self._seen: dict[Any, int] = {}
         self._free: dict[Any, list[_Pass]] = {}
@@ -135,10 +140,9 @@ class RecordedBlock:
             form = (x.shape, x.dtype.num, run.length, run.ranges, run.training)
             key = (form, id(params), id(x) if id(x) in self.model.owned else 0)
             if free := self._free.get(key):
-                if not run.training:
-                    return free[-1].repeat(x, run)
-                self.last = "repeated"
-                return free.pop().repeat(x, run)
+                y, cache = (free.pop() if run.training else free[-1]).repeat(x, run)
+                self.last = "repeated" if run.training else self.last
+                return y.copy() if self._copies_output else y, cache
             if self._may_record(form) and (recorded := self._record(key, params, x, run)) is not None:
                 return recorded
         if run.training:
@@ -159,8 +163,8 @@ class RecordedBlock:
         recorded, inner = cache
         if recorded is None:
             return self.stands_for.backward_input(params, inner, dy)
-        result: tuple[Any, Any] = recorded.backward_input(params, dy)
-        return result
+        dx, pending = recorded.backward_input(params, dy)
+        return dx.copy() if self._copies_gradient and dx is not None else dx, pending
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Write the gradients of the parameters to ``grads``."""
@@ -175,23 +179,25 @@ class RecordedBlock:
     def _may_record(self, form: Any) -> bool:
         """Count a pass with inputs of this form, which is not repeated, and tell whether to record it."""
         self._seen[form] = seen = self._seen.get(form, 0) + 1
-        return seen > RUNS and self._made < _PLACES and self._held <= LIMIT
+        return seen > RUNS and self._made < _PLACES
 
     def _record(self, key: Any, params: Params, x: Array, run: Run) -> tuple[Any, Any] | None:
         """Do as :meth:`forward`, and record it; return None if the recording is refused."""
         self._made += 1
         made = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
         y, inner = made.y, made.cache
-        self._held += made.calls.held_bytes(*(value for _, value in flat_names(params)))
-        if self._held > LIMIT or type(y) is not np.ndarray:
+        held = self._held + made.calls.held_bytes(*(value for _, value in flat_names(params)))
+        if held > LIMIT or type(y) is not np.ndarray:
+            self._seen[key[0]] = -(1 << 62)  # never again
             return y, (None, inner)
+        self._held = held
         made.prove()
         if self.refused:
             return None
         self.model.owned[id(y)] = y
         if not run.training:
             self._free.setdefault(key, []).append(made)
-        return y, (made, inner)
+        return y.copy() if self._copies_output else y, (made, inner)
 
     def refuse(self, what: str) -> None:
         """Record nothing from now on, because ``what`` differs between a recording and the layer."""

@@ -88,7 +88,7 @@ class BlockEvaluator:
         self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
         self._agreeable = agreeable
         self.criterion = model.loss
-        self.blocks = RecordedBlocks(model.blocks)
+        self.blocks = RecordedBlocks(model.blocks, model.loss)
         self.units = store.layout.units
 
     def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:

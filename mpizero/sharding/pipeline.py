@@ -126,7 +126,7 @@ class PipelineRunner(Runner):
     ) -> None:
         super().__init__(partitioned, store, scalars, **settings)
         self.comm, self.loss_scale, self.criterion = comm, loss_scale, partitioned.local.loss
-        self.blocks = RecordedBlocks(partitioned.local.blocks)
+        self.blocks = RecordedBlocks(partitioned.local.blocks, partitioned.local.loss)
         self.pipeline_p2p = self.compute_device.pipeline_p2p(comm)
         store.progress.register("pipeline", self.pipeline_p2p.progress)
         self.stage_of = partitioned.parallel_layout.chunks

@@ -190,6 +190,33 @@ def test_a_users_layer_is_called_between_repeated_ones(monkeypatch):
     assert how == {"in": "repeated", "half": "called: HalfRecorded", "out": "repeated", "update": "repeated"}
 
 
+@dataclass(frozen=True)
+class Keeping(mz.nn.Layer):
+    """Keep all inputs and gradients, as a user may who looks at them later."""
+
+    kept: list
+
+    def forward(self, params, x, run=mz.types.EVALUATE):
+        self.kept.append(x)
+        return x * 1, None
+
+    def backward_input(self, params, cache, dy):
+        self.kept.append(dy)
+        return dy * 1, None
+
+
+def test_what_a_users_layer_keeps_is_not_overwritten(monkeypatch):
+    kept = []
+
+    def task(comm):
+        kept.append([])
+        layers = {"in": mz.nn.Linear(3, 4), "keeping": Keeping(kept[-1]), "out": mz.nn.Linear(4, 3)}
+        return train(comm, Blocks(layers), NUMBERS)
+
+    assert both(monkeypatch, task)[0][2]["in"] == "repeated"
+    assert [array.tobytes() for array in kept[0]] == [array.tobytes() for array in kept[1]]
+
+
 def test_an_optimizer_that_computes_by_numpy_is_refused(monkeypatch):
     class Halved(mz.SGD):
         def apply(self, w, g, state, hyper, threads=1):
