@@ -69,24 +69,18 @@ class Recording:
         for function, arguments in self.calls:
             function(*arguments)
 
-    def held_bytes(self, *others: Array) -> int:
-        """Return the bytes of all arrays among the arguments, each memory counted once, without that of ``others``."""
-        owners = {}
-        for _, arguments in self.calls:
-            for value in filter(_is_array, arguments):
-                owner = _owner(value)
-                owners[id(owner)] = owner.nbytes
-        return sum(owners.values()) - sum(owners.get(one, 0) for one in {id(_owner(other)) for other in others})
+    def memory(self, *others: Array) -> dict[int, int]:
+        """Return the bytes of each array whose memory the calls use, by its identity, without that of ``others``."""
+        theirs = {id(_owner(array)) for array in others}
+        values = (value for _, arguments in self.calls for value in arguments if type(value) is np.ndarray)
+        owners = {id(owner): owner.nbytes for owner in map(_owner, values)}
+        return {owner: size for owner, size in owners.items() if owner not in theirs}
 
 
 def moved_run(derived: Run, old: Run, new: Run) -> Run:
     """Return what a layer makes of ``new`` as it has made ``derived`` of ``old``."""
     first = new.first_sample + derived.first_sample - old.first_sample
     return replace(derived, seed=new.seed, step=new.step, epoch=new.epoch, first_sample=first)
-
-
-def _is_array(value: Any) -> bool:
-    return type(value) is np.ndarray
 
 
 def _owner(array: Array) -> Array:

@@ -53,8 +53,8 @@ KNOWN: frozenset[type] = frozenset(
         transformer.LanguageHead,
     }
 )
-#: Bytes that the recordings of a block may hold. Blocks that compute with more take too long for Python to matter.
-LIMIT = 8 << 20
+#: Bytes that the forward recordings of a block may use. Blocks with more take too long for Python to matter.
+LIMIT = 4 << 20
 #: Recordings of a block: one for each place of its input, of its output's gradient and of its parameters' gradients.
 _PLACES = 64
 
@@ -95,6 +95,14 @@ class RecordedBlocks(dict[str, Any]):
         """Return ``value`` or, if it is an array that a recording owns, a copy."""
         return value.copy() if id(value) in self.owned else value
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all arrays that recordings use, without parameters and their gradients."""
+        used: dict[int, int] = {}
+        for block in self.values():
+            used |= block.memory if isinstance(block, RecordedBlock) else {}
+        return sum(used.values())
+
     def status(self) -> dict[str, str]:
         """Say how each block's last training pass was computed: "repeated", "called", or why it is not recorded."""
         found = {}
@@ -124,6 +132,8 @@ class RecordedBlock:
         Why the block is no longer recorded; "" if it is.
     last : str
         "repeated" if the last forward pass of a training step was repeated from a recording, else "called".
+    memory : dict of int to int
+        The bytes of the arrays that the recordings use, by their identity; without parameters and their gradients.
     """
 
     def __init__(self, layer: Layer, model: RecordedBlocks, copies: tuple[bool, bool]) -> None:
@@ -132,7 +142,8 @@ class RecordedBlock:
         self.refused, self.last = "", "called"
         self._seen: dict[Any, int] = {}
         self._free: dict[Any, list[_Pass]] = {}
-        self._held = self._made = 0
+        self.memory: dict[int, int] = {}
+        self._made = 0
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
         """Return the output for ``x``, and the cache that the backward pass takes."""
@@ -186,11 +197,11 @@ class RecordedBlock:
         self._made += 1
         made = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
         y, inner = made.y, made.cache
-        held = self._held + made.calls.held_bytes(*(value for _, value in flat_names(params)))
-        if held > LIMIT or type(y) is not np.ndarray:
+        used = self.memory | made.calls.memory(*(value for _, value in flat_names(params)))
+        if sum(used.values()) > LIMIT or type(y) is not np.ndarray:
             self._seen[key[0]] = -(1 << 62)  # never again
             return y, (None, inner)
-        self._held = held
+        self.memory = used
         made.prove()
         if self.refused:
             return None
@@ -266,6 +277,7 @@ class _Pass:
         with calls:
             dx, pending = self._layer.backward_input(params, self.cache, dy)
         made = self._backward[key] = _Backward(params, dy, dx, pending, calls, {})
+        self._block.memory |= calls.memory(*(value for _, value in flat_names(params)))
         if dx is not None:
             owned[id(dx)] = dx
         return dx, made
@@ -283,6 +295,7 @@ class _Pass:
                 self._layer.backward_weights(params, self.cache, pending.pending, grads)
             if len(pending.weights) < _PLACES:
                 pending.weights[id(grads)] = grads, calls
+                self._block.memory |= calls.memory(*(value for _, value in flat_names({"p": params, "g": grads})))
                 self._prove_backward(pending, grads, calls)
 
     def prove(self) -> None:

@@ -600,6 +600,8 @@ class ModelMetadata:
     recordings : dict of str to str
         How this rank has computed the last step's passes of each block, and its "update": "repeated" from a recording,
         "called" by Python, or "called: " and why it is not recorded. Empty for a functional model, but for "update".
+    recording_bytes : int
+        Bytes of the arrays that recordings of blocks keep from step to step.
     averaged_every : int
         Number of steps from one averaging to the next if each rank trains its own copy (:class:`LocalSGDOptimizer`);
         else 0.
@@ -653,6 +655,7 @@ class ModelMetadata:
     within_rounding: tuple[str, ...]
     bits: str
     recordings: dict[str, str]
+    recording_bytes: int
     averaged_every: int
     nodes: int
     ranks_per_node: int
@@ -709,6 +712,7 @@ def describe(engine: Engine, mesh: Mesh, label: str, bytes_sent: int, averaged_e
         within_rounding=engine.within_rounding,
         bits=engine.bits,
         recordings=engine.recordings(),
+        recording_bytes=engine.runner.blocks.bytes,
         averaged_every=averaged_every,
         nodes=grid.inter_node.size,
         ranks_per_node=grid.node.size,

@@ -510,8 +510,9 @@ WAYS = (
 
 
 @pytest.fixture
-def silence() -> Iterator[None]:
-    """Keep the thread that writes on the board waiting: what it takes would be traced too."""
+def silence(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep the thread that writes on the board waiting, and record no calls: what they take would be traced too."""
+    monkeypatch.setenv("MPIZERO_REPLAY", "0")
     heartbeat = guard.current().heartbeat
     with heartbeat._writing if heartbeat else nullcontext():
         yield
