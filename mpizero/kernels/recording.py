@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any
 
@@ -18,6 +18,8 @@ import numpy as np
 
 from mpizero.types import EVALUATE, Array, Run
 
+#: Recordings that a :class:`RecordedCall` keeps, such as those of batches of several sizes.
+_MOST_PLACES = 8
 #: A call is recorded when it has been made this often with arrays in the same places.
 RUNS = 2
 #: The open recording of each thread that has one, by the thread's identifier.
@@ -111,10 +113,7 @@ class RecordedCall:
     """
 
     def __init__(self) -> None:
-        self._places: tuple[Any, ...] = ()
-        self._scalars: list[Array] = []
-        self._recording: Recording | None = None
-        self._runs = 0
+        self._known: list[_Place] = []
         self.refused, self.repeated = False, False
 
     def run(
@@ -131,28 +130,33 @@ class RecordedCall:
         function : callable
             Its kernels read the numbers in the arrays that it is given, and arrays that depend on ``places`` alone.
         places : tuple
-            Arrays, numbers and bytes on which it depends, which change only if memory moves or settings do.
+            Arrays, numbers and bytes on which it depends, always as many; few of them differ from call to call.
         scalars : sequence of Array
             Small arrays whose numbers differ from call to call.
         written : callable
             Returns the arrays that the function updates; none if they are too large to be copied for the proof.
         """
-        if len(places) != len(self._places) or not all(map(_same, places, self._places)):
-            self._places, self._recording, self._runs = places, None, 0
-        self.repeated = self._recording is not None
-        if self._recording is not None:
-            for own, value in zip(self._scalars, scalars, strict=True):
-                own[...] = value
-            self._recording.repeat()
+        here = next((one for one in self._known if all(map(_same, places, one.places))), None)
+        if here is None:
+            here = _Place(places)
+            self._known = [here, *self._known[: _MOST_PLACES - 1]]
+        self.repeated = here.recording is not None
+        if here.recording is not None:
+            _write(here.scalars, scalars)
+            here.recording.repeat()
             return
-        self._runs += 1
-        if self.refused or self._runs <= RUNS or not (results := written()):
+        here.runs += 1
+        if self.refused or here.runs <= RUNS or not (results := written()):
             function(scalars)
         else:
-            self._record(function, scalars, results)
+            self._record(here, function, scalars, results)
 
     def _record(
-        self, function: Callable[[Sequence[Array]], object], scalars: Sequence[Array], results: Sequence[Array]
+        self,
+        here: _Place,
+        function: Callable[[Sequence[Array]], object],
+        scalars: Sequence[Array],
+        results: Sequence[Array],
     ) -> None:
         own, before = [array.copy() for array in scalars], [array.copy() for array in results]
         with Recording() as recording:
@@ -168,7 +172,17 @@ class RecordedCall:
         self.refused = [array.tobytes() for array in results] != expected
         _write(results, after)
         if not self.refused:
-            self._scalars, self._recording = own, recording
+            here.scalars, here.recording = own, recording
+
+
+@dataclass
+class _Place:
+    """Hold where the arrays of calls lie, how often they have lain there, and the recording with its scalars."""
+
+    places: tuple[Any, ...]
+    runs: int = 0
+    scalars: Sequence[Array] = ()
+    recording: Recording | None = None
 
 
 def _same(one: Any, other: Any) -> bool:

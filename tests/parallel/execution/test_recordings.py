@@ -88,7 +88,8 @@ def test_what_changes_between_steps_reaches_repeated_steps(monkeypatch, tmp_path
 
 def test_batches_of_several_lengths_in_turns_keep_their_recordings(monkeypatch):
     data = [[array[: 8 if number % 2 else 5] for number, array in enumerate(part)] for part in NUMBERS]
-    both(monkeypatch, lambda c: train(c, mlp(), data, micro_batch=8))
+    how = both(monkeypatch, lambda c: train(c, mlp(), data, micro_batch=1))[0][2]
+    assert set(how.values()) == {"repeated"}
     by_length = [[array[: 3 + number % 3] for number, array in enumerate(part)] for part in np.repeat(NUMBERS, 3, 1)]
     both(monkeypatch, lambda c: train(c, mlp(), by_length, micro_batch=8))
 
