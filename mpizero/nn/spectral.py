@@ -323,11 +323,11 @@ class SpectralConv(FieldLayer):
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Count the operations for one sample of ``shape``: output and two gradients."""
-        n = (*(1,) * (3 - len(self.modes)), *shape[:-1])
-        f = [2 * (modes // 2) + 1 for modes in self._three]
-        tiles = [1 if extent == 1 else TILES[len(self.modes)] for extent in n]
-        to_modes = n[0] * (n[1] * (n[2] * f[2] + tiles[2] * f[2] * f[1]) + tiles[1] * tiles[2] * prod(f))
-        to_field = n[0] * (prod(f) + n[1] * (f[1] * f[2] + n[2] * f[2]))
+        axes, to_modes, to_field = range(len(self.modes)), 0, 0
+        for axis in axes:
+            positions, functions = prod(shape[: axis + 1]), prod(2 * (modes // 2) + 1 for modes in self.modes[axis:])
+            to_field += positions * functions
+            to_modes += positions * functions * TILES[len(axes)] ** len(axes[axis + 1 :])
         products = 8 * self.inputs * self.outputs * prod(self.own_specs()[0].shape[:-3])
         forward = 2 * (self.inputs * to_modes + self.outputs * to_field) + products
         return Operations(forward, 2 * (self.outputs * to_modes + self.inputs * to_field) + products, products)
