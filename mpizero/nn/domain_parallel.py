@@ -17,11 +17,11 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.layout.fields import Cut
 from mpizero.nn.convolution import Conv, ConvTranspose
+from mpizero.nn.field_losses import FieldLoss
 from mpizero.nn.fields import (
     AvgPool,
     ChannelLayerNorm,
     Concatenate,
-    FieldLoss,
     GroupNorm,
     InstanceNorm,
     MaxPool,
@@ -30,7 +30,7 @@ from mpizero.nn.fields import (
 )
 from mpizero.nn.layer import Layer, SamplePart
 from mpizero.nn.layers import Activation, Checkpointed, Dropout, Frozen, PartlyFrozen, Sequential
-from mpizero.nn.losses import CrossEntropy, ElementLoss
+from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss
 from mpizero.nn.space import Domain, DomainGroup, Space
 from mpizero.nn.spectral import FNOBlock, FNOLift, SpectralConv
 from mpizero.nn.unet import UNetDown, UNetMiddle, UNetUp
@@ -254,11 +254,11 @@ def loss_on_domain(loss: Any, domain: Domain, model: str) -> Loss:
             f"{model}: the loss {kind} sums over whole samples, and a domain cuts these; "
             + (
                 f"wrap it, loss=mpizero.nn.FieldLoss({kind}(...))"
-                if isinstance(loss, ElementLoss | CrossEntropy)
+                if isinstance(loss, ElementLoss | CrossEntropy | RelativeL2Loss)
                 else "use one that adds up over positions, such as mpizero.nn.FieldLoss(mpizero.nn.MeanSquaredError())"
             )
         )
-    return DomainLoss(loss.loss, domain=domain)
+    return DomainLoss(loss.loss, loss.weights, domain=domain)
 
 
 def domain_model(model: BlockModel, cut: Cut, group: DomainGroup) -> DomainModel:

@@ -119,7 +119,7 @@ TRAININGS = {
         steps=3,
     ),
     "fno": Training(
-        lambda: mz.nn.FNO(2, 3, 2, modes=(7, 6), width=10, layers=2, space=(11, 14), padding=(0.0, 0.3), seed=7),
+        lambda: mz.nn.FNO(1, 3, 2, modes=(7, 6), width=10, layers=2, space=(11, 14), padding=(0.0, 0.3), seed=7),
         lambda: mz.AdamW(lr=0.01),
         domain={2: (2, 1), 3: (1, 3), 4: (2, 2), 8: (2, 4)},
         steps=4,
