@@ -59,28 +59,28 @@ def permeability(size: Array, points: int) -> Array:
     return np.where(field >= 0, HIGH, LOW)
 
 
+def neighbours(wide: Array) -> list[Array]:
+    """Return the values of the cells before and after each cell along both axes; ``wide`` has one more at each end."""
+    return [wide[:, :-2, 1:-1], wide[:, 2:, 1:-1], wide[:, 1:-1, :-2], wide[:, 1:-1, 2:]]
+
+
 def solve(a: Array, tolerance: float = 1e-8) -> Array:
     """Return the pressures (samples, points, points) in the cells of a grid: conjugate gradients for all samples."""
-    points = a.shape[-1]
-    padded = np.pad(a, ((0, 0), (1, 1), (1, 1)), mode="edge")
-    inner = (slice(None), slice(1, -1), slice(1, -1))
-    faces = []  # what flows through the face of a cell: the harmonic mean of both cells, and twice as much at the edge
-    for axis in (1, 2):
-        for shift in (1, -1):
-            other = np.roll(padded, shift, axis)[inner]
-            face = 2 * a * other / (a + other)
-            np.moveaxis(face, axis, 0)[0 if shift > 0 else -1] *= 2
-            faces.append((axis, shift, face))
+    around = ((0, 0), (1, 1), (1, 1))
+    # What flows from a cell to its neighbour: the harmonic mean of both, and twice as much to the edge, half as far.
+    between = [2 * a * other / (a + other) for other in neighbours(np.pad(a, around, mode="edge"))]
+    for (axis, end), one in zip(((1, 0), (1, -1), (2, 0), (2, -1)), between, strict=True):
+        np.moveaxis(one, axis, 0)[end] *= 2
 
     def flows(u: Array) -> Array:
-        wide = np.pad(u, ((0, 0), (1, 1), (1, 1)))
-        return sum(face * (u - np.roll(wide, shift, axis)[inner]) for axis, shift, face in faces)
+        pairs = zip(between, neighbours(np.pad(u, around)), strict=True)
+        return sum(one * (u - other) for one, other in pairs)
 
     def product(one: Array, other: Array) -> Array:
         return np.einsum("sxy,sxy->s", one, other)[:, None, None]
 
     u = np.zeros_like(a)
-    rest = direction = np.full_like(a, 1 / points**2)
+    rest = direction = np.full_like(a, 1 / a.shape[-1] ** 2)
     square = first = product(rest, rest)
     while (square > tolerance**2 * first).any():
         flow = flows(direction)
