@@ -111,13 +111,16 @@ def draw(figure: Any, ground: Array, solution: Array, operator: Array, found: Fo
     """Draw an unseen ground with both solutions on the fine grid and their difference, and the errors."""
     panels = figure.subplots(1, 5, width_ratios=(1, 1, 1, 1, 1.2))
     shown = (("permeability", ground), ("solution", solution), ("operator", operator), ("error", operator - solution))
-    top = float(solution.max())
+    images = []
     for axes, (title, field) in zip(panels, shown, strict=False):
-        limits = {"vmin": 0, "vmax": top} if title in ("solution", "operator") else {}
-        image = axes.imshow(field.T, origin="lower", cmap="RdBu_r" if title == "error" else "viridis", **limits)
+        size = float(np.abs(field).max())
+        low, high = {"permeability": (LOW, HIGH), "error": (-size, size)}.get(title, (0, float(solution.max())))
+        colours = "RdBu_r" if title == "error" else "viridis"
+        images.append(axes.imshow(field.T, origin="lower", cmap=colours, vmin=low, vmax=high))
         axes.set(title=title, xticks=(), yticks=())
-        ends = [field.min(), field.max()]
-        figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9, ticks=ends, format="%.2g")
+    for number, places in ((0, panels[0]), (1, panels[1:3]), (3, panels[3])):
+        ends = images[number].get_clim()
+        figure.colorbar(images[number], ax=places, orientation="horizontal", shrink=0.7, ticks=ends, format="%.2g")
     names = ("mean of\nsolutions", "grid of the\ntraining", "finer grid")
     sizes = (found.of_mean, found.error, found.on_fine_grid)
     bars = panels[4].bar(names, sizes, color=("gray", BLUE, GREEN))

@@ -78,7 +78,8 @@ def _turned(pairs: Array, sign: int) -> Array:
 def _signed(sums: Array, axis: int, modes: int) -> Array:
     """Return the modes of an axis, of ascending frequencies, from the sums with its cosines and its sines."""
     half, above = modes // 2, (modes - 1) // 2
-    found, sums = np.empty((modes, *np.moveaxis(sums, axis, 0).shape[1:]), sums.dtype), np.moveaxis(sums, axis, 0)
+    sums = np.moveaxis(sums, axis, 0)
+    found = np.empty((modes, *sums.shape[1:]), sums.dtype)
     cosines, sines = sums[: half + 1], _turned(sums[half + 1 :], -1)
     found[half] = cosines[0]
     np.add(cosines[1 : above + 1], sines[:above], out=found[half + 1 :])
@@ -259,7 +260,7 @@ class SpectralConv(FieldLayer):
 
     def _field(self, modes: Array, extents: Sequence[int], inverse: bool, start: Array | None, tag: str) -> Array:
         """Return the adjoint of :meth:`_transform`, added to ``start`` if there is one."""
-        own = _to_sums(modes, self._factors(extents, modes.dtype, inverse), self._own() == slice(0, self._own().stop))
+        own = _to_sums(modes, self._factors(extents, modes.dtype, inverse), self._own().start == 0)
         sums = self._space.all_gather(own, 3, self._functions(), tag)
         field = synthesize(sums, self._bases(extents, modes.dtype), None if start is None else with_three_axes(start))
         return field.reshape(len(sums), *self._space.shape(extents), sums.shape[-1])
@@ -267,10 +268,8 @@ class SpectralConv(FieldLayer):
     def _weights(self, params: Params) -> Array:
         """Return the weights of this rank's modes, (modes, 2, inputs, outputs)."""
         weight = params["weight"]
-        by_last = weight.reshape(prod(self.modes[:-1]), *weight.shape[-4:])
-        return np.ascontiguousarray(by_last[:, (own := self._own())]).reshape(
-            len(by_last) * (own.stop - own.start), *weight.shape[-3:]
-        )
+        own = weight.reshape(prod(self.modes[:-1]), *weight.shape[-4:])[:, self._own()]
+        return np.ascontiguousarray(own).reshape(prod(own.shape[:2]), *weight.shape[-3:])
 
     def _by_axis(self, products: Array) -> Array:
         """Return modes from the products (modes, 2 samples, channels)."""
