@@ -42,9 +42,15 @@ Bases = tuple[Array, Array, Array]
 @functools.lru_cache(maxsize=256)
 def turns(period: int) -> tuple[Array, Array]:
     """Return cosine and sine of 0, 1, ..., ``period - 1`` parts of ``period`` of a turn, in float64."""
-    pairs = [cos_sin_turn(np.float64(part) / np.float64(period), np.float64) for part in range(period)]
-    cosines, sines = np.array(pairs).T.copy()
+    cosines, sines = np.empty((2, period))
+    _turns(cosines, sines)
     return cosines, sines
+
+
+@kernel("void(f8[::1], f8[::1])")
+def _turns(cosines: Array, sines: Array) -> None:
+    for part in range(cosines.size):
+        cosines[part], sines[part] = cos_sin_turn(np.float64(part) / np.float64(cosines.size), np.float64)
 
 
 def analyse(x: Array, bases: Bases, boxes: Array) -> Array:
