@@ -31,7 +31,12 @@ TARGETS = {
     "NEON": ("aarch64-unknown-linux-gnu", "generic", r"\tfn?m(?:la|ls|add|sub)\t", r"\tf(?:mul|add|sub|div)\t"),
 }
 #: Modules whose kernels multiply matrices.
-PRODUCTS = {"mpizero.kernels.attention", "mpizero.kernels.convolution", "mpizero.kernels.matmul"}
+PRODUCTS = {
+    "mpizero.kernels.attention",
+    "mpizero.kernels.convolution",
+    "mpizero.kernels.matmul",
+    "mpizero.kernels.spectral",
+}
 
 
 def assembly(code: str, function: str, triple: str, cpu: str) -> str:

@@ -1,10 +1,11 @@
 """Show that the ranks which share the space of fields change no bit.
 
 Trains U-Nets on fields of 37 x 53 and of 37 x 53 x 29 positions, in float32 and float64: plain, with clipping and an
-average of the parameters, with dropout, and with activation checkpointing. Space is cut in all ways that the numbers of
-ranks allow, up to 3 x 2 and 2 x 2 x 2, with every strategy, in one and two pipeline stages; further ranks are replicas.
-Shared memory, private memory and simulated nodes take turns. All trainings of a case must end with the SHA-256 (of all
-parameters, of the losses and of an evaluation) that one process gets.
+average of the parameters, with dropout, and with activation checkpointing; and Fourier neural operators, by the
+relative H1 norm with weights of latitudes. Space is cut in all ways that the numbers of ranks allow, up to 3 x 2 and
+2 x 2 x 2, with every strategy, in one and two pipeline stages; further ranks are replicas. Shared memory, private
+memory and simulated nodes take turns. All trainings of a case must end with the SHA-256 (of all parameters, of the
+losses and of an evaluation) that one process gets.
 
 For each number of ranks one job is started, which runs its trainings one after the other. With ``--covering`` a few
 trainings run in which every pair of values that occurs at all occurs once.
@@ -48,8 +49,12 @@ class Case:
     def __str__(self) -> str:
         return f"{' x '.join(map(str, SPACES[self.axes]))}, {self.dtype}, {self.kind}"
 
-    def net(self) -> mz.nn.UNet:
+    def net(self) -> mz.nn.UNet | mz.nn.FNO:
         """Make the model."""
+        if self.kind == "fourier":
+            rows = tuple(np.sin(np.pi * (np.arange(SPACES[self.axes][0]) + 0.5) / SPACES[self.axes][0]))
+            loss = mz.nn.FieldLoss(mz.nn.H1Loss(lengths=10.0), weights=rows)
+            return mz.nn.FNO(1, 2, self.axes, dtype=self.dtype, width=4, loss=loss, **self.model)
         chosen = {"width": 4, "groups": 2, "levels": 3, **self.model}
         return mz.nn.UNet(1, 2, axes=self.axes, dtype=self.dtype, **chosen)
 
@@ -59,6 +64,7 @@ KINDS = {
     "clip, average": Case(2, "", "", {"refine": "transposed"}, {"clip": 0.5, "ema": 0.9}),
     "dropout": Case(2, "", "", {"dropout": 0.2, "refine": "linear"}),
     "checkpointed": Case(2, "", "", {"activation_checkpointing": True, "dropout": 0.1}),
+    "fourier": Case(2, "", "", {"modes": 7, "layers": 2, "padding": 0.1}),
 }
 CASES = [
     Case(axes, dtype, kind, made.model, made.config)

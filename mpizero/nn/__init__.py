@@ -11,10 +11,11 @@ if TYPE_CHECKING:
     from mpizero.nn.context_parallel import cut_batch as cut_batch
     from mpizero.nn.convolution import Conv as Conv
     from mpizero.nn.convolution import ConvTranspose as ConvTranspose
+    from mpizero.nn.field_losses import FieldLoss as FieldLoss
+    from mpizero.nn.field_losses import H1Loss as H1Loss
     from mpizero.nn.fields import AvgPool as AvgPool
     from mpizero.nn.fields import ChannelLayerNorm as ChannelLayerNorm
     from mpizero.nn.fields import Concatenate as Concatenate
-    from mpizero.nn.fields import FieldLoss as FieldLoss
     from mpizero.nn.fields import GroupNorm as GroupNorm
     from mpizero.nn.fields import InstanceNorm as InstanceNorm
     from mpizero.nn.fields import MaxPool as MaxPool
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from mpizero.nn.models import model_operations as model_operations
     from mpizero.nn.models import model_specs as model_specs
     from mpizero.nn.models import to_torch as to_torch
+    from mpizero.nn.spectral import FNO as FNO
+    from mpizero.nn.spectral import SpectralConv as SpectralConv
     from mpizero.nn.tensor_parallel import ColumnLinear as ColumnLinear
     from mpizero.nn.tensor_parallel import RowLinear as RowLinear
     from mpizero.nn.tensor_parallel import SplitModel as SplitModel

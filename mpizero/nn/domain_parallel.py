@@ -17,11 +17,11 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.layout.fields import Cut
 from mpizero.nn.convolution import Conv, ConvTranspose
+from mpizero.nn.field_losses import FieldLoss
 from mpizero.nn.fields import (
     AvgPool,
     ChannelLayerNorm,
     Concatenate,
-    FieldLoss,
     GroupNorm,
     InstanceNorm,
     MaxPool,
@@ -30,8 +30,9 @@ from mpizero.nn.fields import (
 )
 from mpizero.nn.layer import Layer, SamplePart
 from mpizero.nn.layers import Activation, Checkpointed, Dropout, Frozen, PartlyFrozen, Sequential
-from mpizero.nn.losses import CrossEntropy, ElementLoss
+from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss
 from mpizero.nn.space import Domain, DomainGroup, Space
+from mpizero.nn.spectral import FNOBlock, FNOLift, SpectralConv
 from mpizero.nn.unet import UNetDown, UNetMiddle, UNetUp
 from mpizero.types import EVALUATE, Array, BlockModel, Loss, Params, Run
 
@@ -98,6 +99,16 @@ class DomainUNetUp(_InDomain, UNetUp):
 
 
 @dataclass(frozen=True)
+class DomainSpectralConv(_InDomain, SpectralConv):
+    """Compute :class:`SpectralConv` on this rank's part of a field. Its passes are collective."""
+
+
+@dataclass(frozen=True)
+class DomainFNOLift(_InDomain, FNOLift):
+    """Compute :class:`FNOLift` on this rank's part of a field. Its passes are collective."""
+
+
+@dataclass(frozen=True)
 class DomainDropout(_InDomain, Dropout):
     """Apply :class:`Dropout` to this rank's part of a field, with the mask that it has in the whole field."""
 
@@ -136,14 +147,16 @@ _FORMS: Mapping[type[Layer], Callable[..., Layer]] = {
     Conv: DomainConv,
     ConvTranspose: DomainConvTranspose,
     Dropout: DomainDropout,
+    FNOLift: DomainFNOLift,
     GroupNorm: DomainGroupNorm,
     InstanceNorm: DomainInstanceNorm,
     MaxPool: DomainMaxPool,
+    SpectralConv: DomainSpectralConv,
     UNetUp: DomainUNetUp,
     Upsample: DomainUpsample,
 }
 _WRAPPERS = (Checkpointed, Frozen, PartlyFrozen, UNetMiddle)
-_COMPOSITES = (Residual, UNetDown)
+_COMPOSITES = (FNOBlock, Residual, UNetDown)
 
 
 def on_domain(layer: Any, domain: Domain, where: str) -> Any:
@@ -182,8 +195,8 @@ def on_domain(layer: Any, domain: Domain, where: str) -> Any:
         raise ConfigError(
             f"{where}: {type(layer).__name__} does not say how it works on a part of a field; a domain takes layers "
             "of fields (Conv, ConvTranspose, MaxPool, AvgPool, Upsample, GroupNorm, InstanceNorm, ChannelLayerNorm, "
-            "Residual, Concatenate), Dropout, activations, and layers with a method domain_form(domain); leave domain "
-            "out for other models"
+            "SpectralConv, Residual, Concatenate), Dropout, activations, and layers with a method domain_form(domain); "
+            "leave domain out for other models"
         )
     return made(**settings, domain=domain)
 
@@ -241,11 +254,11 @@ def loss_on_domain(loss: Any, domain: Domain, model: str) -> Loss:
             f"{model}: the loss {kind} sums over whole samples, and a domain cuts these; "
             + (
                 f"wrap it, loss=mpizero.nn.FieldLoss({kind}(...))"
-                if isinstance(loss, ElementLoss | CrossEntropy)
+                if isinstance(loss, ElementLoss | CrossEntropy | RelativeL2Loss)
                 else "use one that adds up over positions, such as mpizero.nn.FieldLoss(mpizero.nn.MeanSquaredError())"
             )
         )
-    return DomainLoss(loss.loss, domain=domain)
+    return DomainLoss(loss.loss, loss.weights, domain=domain)
 
 
 def domain_model(model: BlockModel, cut: Cut, group: DomainGroup) -> DomainModel:

@@ -15,15 +15,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from mpizero._util.checks import Unexpected, flag, is_whole, positive, require
 from mpizero._util.names import explains, nearest
-from mpizero._util.pytree import map_leaves
 from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.kernels import fields as kernels
 from mpizero.kernels.convolution import position_sums
@@ -31,9 +30,8 @@ from mpizero.layout.fields import Box, tile_boxes, tree_sum
 from mpizero.nn.arrays import namespace, require_floats
 from mpizero.nn.layer import Composite, Graph, Layer, NodeOutput, Operations, require_layer, require_positive
 from mpizero.nn.layers import LayerNorm
-from mpizero.nn.losses import CrossEntropy, ElementLoss
-from mpizero.nn.space import WHOLE, FieldLayer, Space, Wanted
-from mpizero.types import EVALUATE, Array, Init, Loss, ParameterSpec, Params, Run
+from mpizero.nn.space import FieldLayer, Space, Wanted
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
 #: A setting for all axes of space, or one for each of them.
 PerAxis = int | tuple[int, ...]
@@ -885,102 +883,3 @@ class Concatenate(Composite, FieldLayer):
         if node.shape[:-1] != source.shape[:-1]:
             node = graph.add("Crop", f"{name}.crop", (node,), (*source.shape[:-1], node.shape[-1]))
         return graph.add("Concatenate", f"{name}.concatenate", (source, node), self.output_shape(source.shape))
-
-
-@explains
-@dataclass(frozen=True)
-class FieldLoss:
-    """Compute a loss of fields as a sum over spatial tiles, so that its bits do not depend on how space is cut.
-
-    Each tile has a loss of its own, weighted by its number of positions; the losses of all tiles are added by the
-    binary tree. The mean over samples and positions is that of ``loss``. Predictions are (samples, space, outputs),
-    targets what ``loss`` takes; of its weights and masks, those of elements are cut as well. Its passes are collective
-    over a domain group.
-
-    Parameters
-    ----------
-    loss : ElementLoss or CrossEntropy
-        A loss that averages over the elements of a sample, or adds up over its positions.
-
-    Raises
-    ------
-    ConfigError
-        If the loss does not add up over positions.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import mpizero as mz
-    >>> loss = mz.nn.FieldLoss(mz.nn.MeanSquaredError())
-    >>> prediction = np.array([[[1.0], [2.0], [4.0]]])  # one sample of three positions
-    >>> total, weight, _ = loss.forward(prediction, np.zeros((1, 3, 1)))
-    >>> total / weight
-    7.0
-    """
-
-    loss: Loss
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.loss, ElementLoss | CrossEntropy):
-            raise ConfigError(
-                f"FieldLoss: the loss {type(self.loss).__name__} does not add up over positions; use a loss that "
-                "averages over elements, such as MeanSquaredError, or CrossEntropy"
-            )
-
-    @property
-    def _space(self) -> Space:
-        return WHOLE
-
-    def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
-        """Return this rank's share of the loss sum and of the weight, and the cache for :meth:`backward`.
-
-        Without a domain group, the shares are the whole.
-        """
-        prediction = require_field(prediction, None, "FieldLoss")
-        extents = self._space.extents(prediction, self)
-        space, caches, sums = prediction.shape[1:-1], [], []
-        for box in np.concatenate(self._space.boxes(extents))[:, 3 - len(space) :].tolist():
-            place = (slice(None), *(slice(*pair) for pair in box))
-            count = prod(stop - start for start, stop in box)
-            loss, weight, cache = 0.0, 0.0, None
-            if count:
-                part = map_leaves(partial(_of_tile, place, space), target)
-                loss, weight, cache = self.loss.forward(np.ascontiguousarray(prediction[place]), part)
-            times = count if isinstance(self.loss, ElementLoss) else 1
-            sums.append((loss * times, weight * times))
-            caches.append((place, times, cache))
-        whole = self._space.gather_tiles(np.array(sums), 0, "loss")
-        total = tree_sum(whole, np.add) * float(self._space.rank == 0)
-        return float(total[0]), float(total[1]), (prediction, caches)
-
-    def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Return ``scale`` times the gradient of the loss sum, at this rank's positions. Not collective."""
-        prediction, caches = cache
-        gradient: Array = np.empty_like(prediction)
-        for place, times, inner in caches:
-            if inner is not None:
-                gradient[place] = self.loss.backward(inner, scale * times)
-        return gradient
-
-    def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
-        """Return how many predictions are right and how many there are, at this rank's positions; None if unknown."""
-        count: tuple[int, int] | None = cast(Any, self.loss).correct(prediction, target)
-        return count
-
-
-def _of_tile(place: tuple[slice, ...], space: tuple[int, ...], x: Any) -> Any:
-    """Return the positions ``place`` of an array of targets or weights; it may lack the last axes of space.
-
-    Raises
-    ------
-    DataError
-        If the array has other extents than ``space``.
-    """
-    shape = np.shape(x)
-    axes = min(max(len(shape) - 1, 0), len(space))
-    if shape[1 : 1 + axes] != space[:axes]:
-        raise DataError(
-            f"FieldLoss: targets and weights are given at the positions of the prediction, {space}; one of them has "
-            f"shape {shape}"
-        )
-    return np.ascontiguousarray(x[place[: 1 + axes]]) if axes else x

@@ -520,38 +520,54 @@ class RelativeL2Loss:
         cache : Any
             The intermediate results that :meth:`backward` needs.
         """
+        difference, targets, roots, of_samples = self.terms(prediction, target)
+        weights = namespace(prediction).ones(len(prediction)) if of_samples is None else of_samples
+        if roots is not None:
+            weights = weights * (roots != 0).reshape(len(roots), -1).any(axis=1)
+        difference = times(difference, roots)
+        sums = self.square_sums(difference), self.square_sums(times(targets, roots))
+        loss, weight, slopes = self.totals(*sums, weights)
+        return loss, weight, (difference, roots, slopes)
+
+    def terms(self, prediction: Array, target: Any) -> tuple[Array, Array, Array | None, Array | None]:
+        """Return errors, targets and the roots of the elements' weights, in the prediction's shape; weights of samples.
+
+        Weights are None where there are none.
+        """
         where = type(self).__name__
         require_floats(prediction, where, "prediction")
         weighted = WeightedTarget.of(target, where)
         require_numbers(weighted.values, where, "target")
         shape = tuple(prediction.shape)
         require_shape(where, tuple(weighted.values.shape), shape)
-        xp, samples = namespace(prediction), shape[0]
-        flat = samples, prediction.size // max(1, samples)
-        of_samples, of_elements = weighted.sample_weights(samples)
+        xp = namespace(prediction)
+        of_samples, of_elements = weighted.sample_weights(shape[0])
         inside = of_elements.weights(shape)
-        roots = None if inside is None else xp.sqrt(inside).reshape(flat)
-        targets = xp.asarray(weighted.values, dtype=prediction.dtype).reshape(flat)
-        difference = xp.ascontiguousarray(times(prediction.reshape(flat) - targets, roots))
-        errors = self._norms(difference)
-        sizes = self._norms(xp.ascontiguousarray(times(targets, roots))) + self.eps
-        weights = xp.ones(samples) if of_samples is None else of_samples
-        if roots is not None:
-            weights = weights * (roots != 0).any(axis=1)
+        targets = xp.asarray(weighted.values, dtype=prediction.dtype).reshape(shape)
+        return prediction - targets, targets, None if inside is None else xp.sqrt(inside), of_samples
+
+    @staticmethod
+    def square_sums(values: Array) -> Array:
+        """Return the sum of the squares of each sample, in float64."""
+        xp = namespace(values)
+        rows = xp.ascontiguousarray(values).reshape(len(values), values.size // max(1, len(values)))
+        sums: Array = xp.empty(len(rows), np.float64)
+        kernels.backend(rows).losses.row_square_sums(rows, sums)
+        return sums
+
+    def totals(self, errors: Array, sizes: Array, weights: Array) -> tuple[float, float, Array]:
+        """Return loss sum and weight, and the factor of each sample's errors in the gradient.
+
+        ``errors`` and ``sizes`` are the sums of the squares of errors and targets, ``weights`` those of samples.
+        """
+        xp = namespace(errors)
+        errors, sizes = xp.sqrt(errors), xp.sqrt(sizes) + self.eps
         self._require_size(sizes, weights)
         counted = weights != 0
         factors = xp.where(counted, weights, 0.0) / xp.where(counted, sizes, 1.0)
         loss = float(xp.where(counted, errors * factors, 0.0).sum())
         slopes = xp.where(counted & (errors > 0), factors / xp.where(errors > 0, errors, 1.0), 0.0)
-        return loss, float(weights.sum()), (difference, roots, slopes, shape)
-
-    @staticmethod
-    def _norms(rows: Array) -> Array:
-        """Return the Euclidean norm of each row, in float64."""
-        xp = namespace(rows)
-        sums = xp.empty(len(rows), np.float64)
-        kernels.backend(rows).losses.row_square_sums(rows, sums)
-        return xp.sqrt(sums)
+        return loss, float(weights.sum()), slopes
 
     @staticmethod
     def _require_size(sizes: Array, weights: Array) -> None:
@@ -565,9 +581,8 @@ class RelativeL2Loss:
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum, in the shape of the prediction."""
-        difference, roots, slopes, shape = cache
-        gradient: Array = times(times(difference, roots), slopes * scale)
-        return gradient.reshape(shape)
+        difference, roots, slopes = cache
+        return times(times(difference, roots), slopes * scale)
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
         """Return None, because predicted real numbers have no accuracy."""

@@ -175,9 +175,25 @@ class Space:
         total: Array = nodes[0]
         return total
 
+    def reduce_scatter(self, nodes: Array, axis: int, shards: Sequence[slice], tag: str) -> Array:
+        """Return this rank's shard of a sum over space: of ``shards``, along ``axis`` of the sum. Collective.
+
+        ``nodes`` are those of :meth:`add_up`.
+        """
+        total: Array = nodes[0]
+        return total
+
+    def all_gather(self, values: Array, axis: int, shards: Sequence[slice], tag: str) -> Array:
+        """Return the shards of all ranks side by side along ``axis``, from this rank's. Collective."""
+        return values
+
     def gather_tiles(self, values: Array, axis: int, tag: str) -> Array:
         """Return the values of all tiles along ``axis``, in their order, from those of this rank's. Collective."""
         return values
+
+    def shards(self, length: int) -> list[slice]:
+        """Return the shards of a range, one for each rank that shares space."""
+        return [slice(0, length)]
 
 
 #: The whole space.
@@ -311,21 +327,31 @@ class Domain(Space):
 
     def add_up(self, nodes: Array, tag: str) -> Array:
         """Return this rank's share of the sum: a slice of it, and zeros elsewhere. Collective."""
-        ranks = range(self.group.size)
-        flat, nodes_of = nodes.reshape(len(nodes), -1), [self.cut.nodes(rank) for rank in ranks]
-        shards = [Partition(flat.shape[1], len(ranks)).shard(rank) for rank in ranks]
-        mine = shards[self.rank]
-        parts = [flat[:, shard.start : shard.stop].reshape(-1) for shard in shards]
-        width = mine.stop - mine.start
-        counts = np.outer([*map(len, nodes_of)], [shard.stop - shard.start for shard in shards])
-        blocks = self.group.all_to_all(parts, counts, tag)
-        rows = (block.reshape(len(nodes), width) for block, nodes in zip(blocks, nodes_of, strict=True))
-        leaves = zip(
-            (node for nodes in nodes_of for node in nodes), (row for block in rows for row in block), strict=True
-        )
+        flat = nodes.reshape(len(nodes), -1)
+        shards = self.shards(flat.shape[1])
         share: Array = np.zeros(flat.shape[1], flat.dtype)
-        share[mine.start : mine.stop] = _tree_of_nodes(list(leaves))
+        share[shards[self.rank]] = self.reduce_scatter(flat, 0, shards, tag)
         return share.reshape(nodes.shape[1:])
+
+    def reduce_scatter(self, nodes: Array, axis: int, shards: Sequence[slice], tag: str) -> Array:
+        """Return this rank's shard of the sum, added up by the binary tree. Collective."""
+        nodes_of = [self.cut.nodes(rank) for rank in range(self.group.size)]
+        parts = [nodes[(slice(None), *(slice(None),) * axis, shard)] for shard in shards]
+        counts = np.outer([*map(len, nodes_of)], [part[0].size for part in parts])
+        blocks = self.group.all_to_all([part.reshape(-1) for part in parts], counts, tag)
+        shape = parts[self.rank].shape[1:]
+        rows = (block.reshape(len(own), *shape) for block, own in zip(blocks, nodes_of, strict=True))
+        leaves = zip((node for own in nodes_of for node in own), (row for block in rows for row in block), strict=True)
+        return _tree_of_nodes(list(leaves))
+
+    def all_gather(self, values: Array, axis: int, shards: Sequence[slice], tag: str) -> Array:
+        """Return the shards of all ranks side by side along ``axis``, from this rank's. Collective."""
+        sizes = [shard.stop - shard.start for shard in shards]
+        return self.group.all_gather(np.ascontiguousarray(values), axis, sizes, tag)
+
+    def shards(self, length: int) -> list[slice]:
+        """Return the shards of a range, one for each rank of the group."""
+        return list(Partition(length, self.group.size))
 
     def gather_tiles(self, values: Array, axis: int, tag: str) -> Array:
         """Return the values of all tiles along ``axis``, in their order, from those of this rank's. Collective."""

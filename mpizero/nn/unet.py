@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,10 +19,11 @@ from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
 from mpizero.nn.arrays import require_numbers
 from mpizero.nn.convolution import Conv, ConvTranspose
-from mpizero.nn.fields import FieldLoss, GroupNorm, Upsample
+from mpizero.nn.field_losses import FieldLoss
+from mpizero.nn.fields import GroupNorm, Upsample
 from mpizero.nn.layer import Composite, Graph, Layer, Operations, Wrapper, require_positive, require_rate
 from mpizero.nn.layers import Checkpointed, Dropout, Sequential, named_activation
-from mpizero.nn.losses import TASKS, CrossEntropy, ElementLoss, loss_for
+from mpizero.nn.losses import TASKS, CrossEntropy, ElementLoss, RelativeL2Loss, loss_for
 from mpizero.nn.models import export_computation_graph, model_dtype
 from mpizero.nn.space import FieldLayer
 from mpizero.types import EVALUATE, Params, Run
@@ -183,9 +185,61 @@ class UNetUp(Composite, FieldLayer):
         return y if self.finest else (y, tuple(skips))
 
 
+class FieldModel:
+    """Define what the models of fields have in common; a subclass is a frozen dataclass with ``blocks``."""
+
+    inputs: int
+    axes: int
+    task: str
+    loss: Any
+    dtype: Any
+    seed: int
+    space: tuple[int, ...] | None
+
+    @property
+    def blocks(self) -> Mapping[str, Layer]:
+        """The blocks by name, in the order in which they run."""
+        raise NotImplementedError
+
+    def _resolve_settings(self) -> None:
+        """Check the settings that all models of fields have; replace names by what they stand for.
+
+        Raises
+        ------
+        ConfigError
+            If a setting is not allowed.
+        """
+        where = type(self).__name__
+        require(f"{where}: axes", self.axes, whole(1, 3))
+        if self.task not in TASKS:
+            raise ConfigError(f'{where}: task={self.task!r} is not one of "classification", "regression"')
+        loss = loss_for(where, self.task, self.loss)
+        in_space = isinstance(loss, ElementLoss | CrossEntropy | RelativeL2Loss)
+        object.__setattr__(self, "loss", FieldLoss(loss) if in_space else loss)
+        require(f"{where}: seed", self.seed, seed)
+        object.__setattr__(self, "dtype", model_dtype(where, self.dtype))
+        if self.space is not None:
+            space = tuple(self.space) if isinstance(self.space, list | tuple) else ()
+            if len(space) != self.axes or not all(is_whole(extent, 1) for extent in space):
+                raise ConfigError(f"{where}: space={self.space!r} must be None or the extents of its {self.axes} axes")
+            object.__setattr__(self, "space", space)
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample. Without ``space`` it is not known, and the model has no such attribute."""
+        if self.space is None:
+            where = type(self).__name__
+            raise AttributeError(f"a {where} has a sample_shape if it is given the extents of fields: space=(64, 64)")
+        return (*self.space, self.inputs)
+
+    def export_computation_graph(self) -> dict[str, Any]:
+        """Describe the model as a dict of JSON values; see :func:`mpizero.nn.export_computation_graph`."""
+        return export_computation_graph(self, self.sample_shape)
+
+
 @explains
 @dataclass(frozen=True)
-class UNet:
+class UNet(FieldModel):
     """Describe a U-Net, made of the blocks "down.0", "down.1", ..., "middle", ..., "up.1", "up.0", "output".
 
     Inputs are fields (samples, one to three axes of space, inputs), outputs (samples, space, outputs). For regression
@@ -278,7 +332,6 @@ class UNet:
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "width", "groups", "kernel"):
             require_positive("UNet", **{name: getattr(self, name)})
-        require("UNet: axes", self.axes, whole(1, 3))
         require("UNet: levels", self.levels, whole(2, 16))
         if self.width % self.groups:
             raise ConfigError(f"UNet: groups={self.groups} must divide width={self.width}")
@@ -291,17 +344,7 @@ class UNet:
             known = ", ".join(REFINEMENTS) + nearest(self.refine, REFINEMENTS)
             raise ConfigError(f"UNet: refine={self.refine!r} is not known; choose one of {known}")
         require_rate("UNet", self.dropout)
-        if self.task not in TASKS:
-            raise ConfigError(f'UNet: task={self.task!r} is not one of "classification", "regression"')
-        loss = loss_for("UNet", self.task, self.loss)
-        object.__setattr__(self, "loss", FieldLoss(loss) if isinstance(loss, ElementLoss | CrossEntropy) else loss)
-        require("UNet: seed", self.seed, seed)
-        object.__setattr__(self, "dtype", model_dtype("UNet", self.dtype))
-        if self.space is not None:
-            space = tuple(self.space) if isinstance(self.space, list | tuple) else ()
-            if len(space) != self.axes or not all(is_whole(extent, 1) for extent in space):
-                raise ConfigError(f"UNet: space={self.space!r} must be None or the extents of its {self.axes} axes")
-            object.__setattr__(self, "space", space)
+        self._resolve_settings()
         _ = self.blocks  # raises the errors of its layers
 
     @cached_property
@@ -335,14 +378,3 @@ class UNet:
         if self.refine == "transposed":
             return ConvTranspose(2 * width, width, (2,) * self.axes, stride=2)
         return Sequential({"conv": Conv(2 * width, width, (1,) * self.axes), "upsample": Upsample(2, self.refine)})
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one sample. Without ``space`` it is not known, and the model has no such attribute."""
-        if self.space is None:
-            raise AttributeError("a UNet has a sample_shape if it is given the extents of fields: space=(64, 64)")
-        return (*self.space, self.inputs)
-
-    def export_computation_graph(self) -> dict[str, Any]:
-        """Describe the model as a dict of JSON values; see :func:`mpizero.nn.export_computation_graph`."""
-        return export_computation_graph(self, self.sample_shape)

@@ -133,8 +133,8 @@ KINDS: Mapping[str, Kind] = {
     ),
     "field": Kind(
         summary="fields on a grid, whose space may be cut over ranks",
-        about="A U-Net learns where a wind carries a field on a periodic grid. Where `[parallel] domain` is `[2, 2]`,\n"
-        "four ranks share every sample, and each computes one box of its space.",
+        about="A U-Net, or a Fourier neural operator, learns where a wind carries a field on a periodic grid. Where\n"
+        "`[parallel] domain` is `[2, 2]`, four ranks share every sample, and each computes one box of its space.",
         files=_files("field", _NETWORK),
         layouts="domain=2x1; domain=2x2",
         cut=" --set 'parallel.domain=[2,2]'",

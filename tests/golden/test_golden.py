@@ -1,4 +1,4 @@
-"""Twelve trainings have the bits of every other CPU, instruction set, version of NumPy, number of ranks and MPI."""
+"""Thirteen trainings have the bits of every other CPU, instruction set, version of NumPy, number of ranks and MPI."""
 
 from __future__ import annotations
 

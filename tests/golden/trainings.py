@@ -84,7 +84,7 @@ class FullBatch(Training):
 def batch(model: Any, step: int) -> tuple[Any, Any]:
     """Return the samples and targets of a step, from integers alone: exact in every type."""
     numbers = (np.arange(SAMPLES * LENGTH).reshape(SAMPLES, LENGTH) * 7919 + step * 104_729) % 1_009
-    if isinstance(model, mz.nn.UNet):
+    if isinstance(model, mz.nn.UNet | mz.nn.FNO):
         shape = SAMPLES, *model.sample_shape
         x = ((np.arange(np.prod(shape)).reshape(shape) * 7919 + step * 104_729) % 1_009 / 512.0 - 1.0).astype(
             model.dtype
@@ -117,6 +117,12 @@ TRAININGS = {
         lambda: mz.Adam(lr=0.01),
         domain={2: (1, 1, 2), 3: (3, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)},
         steps=3,
+    ),
+    "fno": Training(
+        lambda: mz.nn.FNO(1, 3, 2, modes=(7, 6), width=10, layers=2, space=(11, 14), padding=(0.0, 0.3), seed=7),
+        lambda: mz.AdamW(lr=0.01),
+        domain={2: (2, 1), 3: (1, 3), 4: (2, 2), 8: (2, 4)},
+        steps=4,
     ),
     "tensor tiles": Training(gpt, lambda: mz.AdamW(lr=0.01), {"tiles": 2}, tensor=2),
 }

@@ -22,6 +22,8 @@ Y = np.roll(X, 1, axis=1)[..., :1]
 
 
 def network(**changes: Any) -> Any:
+    if "modes" in changes:
+        return mz.nn.FNO(2, 1, 2, width=4, layers=2, **changes)
     return mz.nn.UNet(2, 1, 2, width=4, levels=2, groups=2, **changes)
 
 
@@ -72,6 +74,8 @@ def measured(comm: Any, model: Any, strategy: str, layout: dict[str, Any], setti
         (4, "zero3", {"domain": (1, 2)}, {"ranks_per_node": 2}, {"activation_checkpointing": True}),
         (4, "zero1", {"domain": (2, 1), "pipeline": 2}, {}, {"padding": ("reflect", "zeros"), "refine": "linear"}),
         (3, "ddp", {"domain": (3, 1)}, {"clip": 1.0}, {}),
+        (4, "zero2", {"domain": (2, 2)}, {"share_node_memory": False}, {"modes": 5}),
+        (4, "zero3", {"domain": (2, 2)}, {"ranks_per_node": 2}, {"modes": 4, "loss": mz.nn.FieldLoss(mz.nn.H1Loss())}),
         (2, "zero2", {"domain": (1, 2)}, {}, None),
     ],
 )

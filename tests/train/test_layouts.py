@@ -152,6 +152,34 @@ def test_a_u_net_that_takes_its_channels_from_the_data_is_cut_into_stages(on_thr
     assert 'parallel.tensor = 2: must be 1: blocks of model.name = "unet" are not split' in refused.err
 
 
+def test_a_fourier_operator_takes_its_channels_and_extents_from_the_data(on_threads):
+    x = np.random.default_rng(0).normal(size=(12, 9, 8, 2)).astype("f4")
+    for name, fields in {"x": x, "y": np.roll(x, 1, axis=1), "short": x[:, :5]}.items():
+        np.save(on_threads.folder / f"{name}.npy", fields)
+    (on_threads.folder / "fno.toml").write_text(
+        '[model]\nname = "fno"\nwidth = 4\nlayers = 2\nmodes = [7, 4]\npadding = 0.25\nloss = "relative_l2"\n'
+        '[data]\narrays = {x = "x.npy", y = "y.npy"}\n[train]\nsteps = 3\nglobal_batch = 6\nmicro_batch = 2\n'
+    )
+    alone = on_threads(1, "train", "fno.toml")
+    assert alone.status == 0, alone.err
+    for ranks, settings in ((4, ["domain=[2,2]", "strategy=zero3"]), (2, ["pipeline=2"])):
+        together = on_threads.run(ranks, "train", "fno.toml", *parallel(*settings))
+        assert together.status == 0, together.err
+        assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
+    for setting, why in (
+        ("model.modes=[7]", "must be one for all axes of space, or one for each of 2"),
+        ("model.modes=0", "must be a whole number >= 1"),
+        ("model.padding=-1", "must be a finite number >= 0"),
+        (
+            'data.arrays={x="short.npy",y="short.npy"}',
+            r"modes=\(7, 4\) are more than a field of \(5, 8\) positions has",
+        ),
+    ):
+        refused = on_threads.run(1, "train", "fno.toml", setting)
+        assert refused.status
+        assert re.search(why, refused.err), refused.err
+
+
 @pytest.mark.slow
 def test_text_is_the_same_however_the_model_is_laid_out_and_was(deeper, on_threads):
     whole = ["model.layers=2", "checkpoint.every=0", "train.validate_every=0"]  # one checkpoint, at the end

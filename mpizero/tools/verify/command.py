@@ -24,7 +24,7 @@ from mpizero.data.batches import full_batch
 from mpizero.errors import ConfigError, ExitStatus
 from mpizero.layout.mesh import shard_groups
 from mpizero.nn.models import unfrozen
-from mpizero.nn.unet import UNet
+from mpizero.nn.unet import FieldModel
 from mpizero.sharding import Model
 from mpizero.tools.check_model.checks import examine
 from mpizero.tools.check_model.model import ModelReport
@@ -132,7 +132,7 @@ def choose(config: RunConfig, model: Any, comm: Communicator, named: str | None,
         size = ranks if ranks is not None else launched if launched > 1 else 2
         blocks = len(model.blocks) if isinstance(model, BlockModel) else 1
         network = unfrozen(model)
-        space = network.axes if isinstance(network, UNet) and config.train.wire is None else 0
+        space = network.axes if isinstance(network, FieldModel) and config.train.wire is None else 0
         layouts_by_default = default_layouts(size, blocks=blocks, heads=heads, sequence=sequence, space=space)
         return each_once([*_configured_layout(config, size), *layouts_by_default], config.parallel.tiles)
     layouts = each_once(parse_layouts(named, config.parallel.strategy), config.parallel.tiles)

@@ -26,6 +26,7 @@ from mpizero.errors import ConfigError, DataError, MpizeroError
 from mpizero.layout import Grains
 from mpizero.layout.flat import FlatLayout
 from mpizero.nn.models import unfrozen
+from mpizero.nn.unet import FieldModel
 from mpizero.sharding import Config, Mesh, Model, distribute
 from mpizero.sharding.config import ComputeSettings
 from mpizero.sharding.partition import blocks_of, check_model
@@ -33,6 +34,7 @@ from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.sections import (
     ArrayModelSection,
     DataSection,
+    FieldModelSection,
     GptSection,
     MadeDataSection,
     MadeModelSection,
@@ -236,7 +238,7 @@ def _made_model(section: MadeModelSection, config: RunConfig, sources: Sequence[
 def make_model(config: RunConfig, widths: Sequence[int] | None) -> Any:
     """Build the model of the library that ``model.name`` names.
 
-    Not collective. ``widths`` are the numbers of features and outputs of an MLP, or those of the channels of a U-Net's
+    Not collective. ``widths`` are the numbers of features and outputs of an MLP, or those of the channels of
     fields, followed by their extents; None for a GPT.
 
     Raises
@@ -249,13 +251,15 @@ def make_model(config: RunConfig, widths: Sequence[int] | None) -> Any:
     if isinstance(section, GptSection):
         return _frozen(section, nn.GPT(**arguments))
     inputs, outputs, *space = widths if isinstance(widths, list | tuple) and len(widths) > 1 else (0, 0, 0, 0, 0, 0)
-    if isinstance(section, UNetSection):
+    if isinstance(section, FieldModelSection):
         if not 1 <= len(space) <= 3:
-            raise DataError(f"a unet takes numbers of channels, and extents, from its data, got {widths!r}")
-        if isinstance(section.padding, tuple) and len(section.padding) != len(space):
-            raise section.reject("padding", f"must be one for all axes of space, or one for each of {len(space)}")
+            raise DataError(f"a {section.name} takes numbers of channels, and extents, from its data, got {widths!r}")
+        for name, value in arguments.items():
+            if isinstance(value, tuple) and len(value) != len(space):
+                raise section.reject(name, f"must be one for all axes of space, or one for each of {len(space)}")
         config.parallel.check_space(f"model.name = {shown(section.name)}", len(space))
-        return _frozen(section, nn.UNet(inputs, outputs, len(space), space=tuple(space), **arguments))
+        kind = nn.UNet if isinstance(section, UNetSection) else nn.FNO
+        return _frozen(section, kind(inputs, outputs, len(space), space=tuple(space), **arguments))
     if space:
         raise DataError(f"an mlp takes features and outputs from its data, got {widths!r}")
     return _frozen(section, nn.MLP(inputs, arguments.pop("hidden"), outputs, **arguments))
@@ -294,21 +298,22 @@ def units_per_sample(task: str, source: Source) -> int:
 
 
 def _widths_of(model: Any) -> tuple[int, ...] | None:
-    """Return the ``widths`` of :func:`make_model` of an MLP or a U-Net; None for others. Not collective."""
-    if isinstance(unfrozen(model), nn.UNet) and model.space is not None:
+    """Return the ``widths`` of :func:`make_model` of an MLP or a model of fields; None for others. Not collective."""
+    if isinstance(unfrozen(model), FieldModel) and model.space is not None:
         return model.inputs, model.outputs, *model.space
     return (model.features, model.outputs) if isinstance(unfrozen(model), nn.MLP) else None
 
 
 def _widths(section: ArrayModelSection, sources: Sequence[Any]) -> tuple[int, ...]:
-    """Return the numbers of inputs and outputs that an MLP or a U-Net needs for these data, and the extents of fields.
+    """Return the numbers of inputs and outputs that an MLP or a model of fields needs, and the extents of fields.
 
     Outputs are scores of classes, logits (loss "bce"), predicted values, or two for each value (loss "gaussian").
     """
     x, y = sources[0].samples(np.arange(1))
     fits, takes, leading = x.ndim == 2, "an mlp takes samples of one axis (samples, features)", "samples"
-    if isinstance(section, UNetSection):
-        fits, takes = 3 <= x.ndim <= 5, "a unet takes fields (samples, one to three axes of space, channels)"
+    if isinstance(section, FieldModelSection):
+        fits = 3 <= x.ndim <= 5
+        takes = f"a {section.name} takes fields (samples, one to three axes of space, channels)"
         leading = f"samples, {', '.join(map(str, x.shape[1:-1]))}"
     if not fits:
         raise DataError(f"{takes}, the data have shape {x.shape[1:]} each")

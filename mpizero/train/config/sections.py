@@ -1,11 +1,12 @@
 """Define the sections ``[parallel]``, ``[data]`` and ``[model]`` of a configuration.
 
 :class:`ParallelSection` has the layout of a run over ranks, and checks it against the model and the number of ranks.
-:class:`DataSection` names files with samples, and :class:`GptSection`, :class:`MlpSection` and :class:`UNetSection`
-describe models of the library. :class:`MadeDataSection` and :class:`MadeModelSection` name a function of the user that
-makes the data or the model (:class:`MakeSettings`); the other keys of the section are its arguments. Functions that
-check a setting return the value to use, or raise ValueError that says what is allowed. ``train/config/optimizers.py``
-has the section ``[optimizer]``, and ``train/config/schema.py`` all others and the whole configuration.
+:class:`DataSection` names files with samples. :class:`GptSection`, :class:`MlpSection`, :class:`UNetSection` and
+:class:`FnoSection` describe models of the library. :class:`MadeDataSection` and :class:`MadeModelSection` name a
+function of the user that makes the data or the model (:class:`MakeSettings`); the other keys of the section are its
+arguments. Functions that check a setting return the value to use, or raise ValueError that says what is allowed.
+``train/config/optimizers.py`` has the section ``[optimizer]``, and ``train/config/schema.py`` all others and the whole
+configuration.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from __future__ import annotations
 import datetime
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
-from mpizero._util.checks import Check, flag, fraction, whole
+from mpizero._util.checks import Check, flag, fraction, number, whole
 from mpizero._util.names import nearest
 from mpizero._util.settings import (
     ConfigSection,
@@ -413,7 +414,7 @@ class ModelSection(ConfigSection):
 class NamedModelSection(ModelSection):
     """Hold the settings that all models of the library have in common."""
 
-    name: str = setting(MISSING, one_of("gpt", "mlp", "unet"), resume="never")
+    name: str = setting(MISSING, one_of("gpt", "mlp", "unet", "fno"), resume="never")
     dtype: str = setting("float32", one_of("float32", "float64"), resume="never")
 
     @property
@@ -470,7 +471,7 @@ class GptSection(NamedModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayModelSection(NamedModelSection):
-    """Hold the settings that :class:`MlpSection` and :class:`UNetSection` have in common: models of arrays, not texts.
+    """Hold the settings that :class:`MlpSection` and :class:`FieldModelSection` have in common: models of arrays.
 
     Their input and output sizes are taken from the data.
     """
@@ -516,26 +517,42 @@ class MlpSection(ArrayModelSection):
         parallel.check_space(f"model.name = {shown(self.name)}", 0)
 
 
-def paddings(value: Any) -> Any:
-    """Check ``model.padding``, a name for all axes of space or a list by axis; return the list as a tuple."""
-    check = one_of("zeros", "periodic", "reflect")
-    return check(value) if isinstance(value, str) else many(check, least=1)(value)
+def by_axis(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the check of a setting for all axes of space, or of a list by axis, which it returns as a tuple."""
+    several = many(check, least=1)
+    return lambda value: several(value) if isinstance(value, list | tuple) else check(value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class UNetSection(ArrayModelSection):
-    """Hold the section ``[model]`` of a U-Net; channels and extents of its fields are taken from the data."""
+class FieldModelSection(ArrayModelSection):
+    """Hold the settings that the models of fields have in common; channels and extents are taken from the data."""
 
     width: int = setting(32, whole(1))
+    task: str = like(ArrayModelSection, "task", default="regression")
+    activation_checkpointing: bool = setting(False, flag, resume="free")
+
+    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
+        """Raise SettingError if the model has fewer blocks than chunks, or if there are tensor or context groups."""
+        super().check_layout(parallel, model)
+        if model is not None:
+            parallel.check_space(f"model.name = {shown(self.name)}", unfrozen(model).axes)
+        if parallel.tensor > 1:
+            raise parallel.reject(
+                "tensor", f"must be 1: blocks of model.name = {shown(self.name)} are not split; use pipeline or data"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UNetSection(FieldModelSection):
+    """Hold the section ``[model]`` of a U-Net."""
+
     levels: int = setting(3, whole(2, 16))
     groups: int = setting(8, whole(1))
     kernel: int = setting(3, whole(1))
     activation: str = like(ArrayModelSection, "activation", default="silu")
-    padding: str | tuple[str, ...] = setting("zeros", paddings)
+    padding: str | tuple[str, ...] = setting("zeros", by_axis(one_of("zeros", "periodic", "reflect")))
     dropout: float = setting(0.0, fraction)
     refine: str = setting("nearest", one_of(*REFINEMENTS))
-    task: str = like(ArrayModelSection, "task", default="regression")
-    activation_checkpointing: bool = setting(False, flag, resume="free")
 
     @property
     def block_count(self) -> int:
@@ -548,15 +565,22 @@ class UNetSection(ArrayModelSection):
         if self.width % self.groups:
             raise self.reject("groups", f"must divide model.width = {self.width}")
 
-    def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError if the model has fewer blocks than chunks, or if there are tensor or context groups."""
-        super().check_layout(parallel, model)
-        if model is not None:
-            parallel.check_space(f"model.name = {shown(self.name)}", unfrozen(model).axes)
-        if parallel.tensor > 1:
-            raise parallel.reject(
-                "tensor", 'must be 1: blocks of model.name = "unet" are not split; use pipeline or data'
-            )
+
+@dataclass(frozen=True, kw_only=True)
+class FnoSection(FieldModelSection):
+    """Hold the section ``[model]`` of a Fourier neural operator."""
+
+    modes: int | tuple[int, ...] = setting(12, by_axis(whole(1)))
+    layers: int = setting(4, whole(1))
+    expansion: int = setting(2, whole(1))
+    activation: str = like(ArrayModelSection, "activation", default="gelu")
+    padding: float | tuple[float, ...] = setting(0.0, by_axis(number()))
+    coordinates: bool = setting(True, flag)
+
+    @property
+    def block_count(self) -> int:
+        """Number of blocks: lifting, Fourier blocks, projection."""
+        return self.layers + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -580,4 +604,9 @@ class MadeModelSection(MakeSettings, ModelSection):
         parallel.check_blocks(len(model.blocks))
 
 
-MODELS: dict[str, type[NamedModelSection]] = {"gpt": GptSection, "mlp": MlpSection, "unet": UNetSection}
+MODELS: dict[str, type[NamedModelSection]] = {
+    "gpt": GptSection,
+    "mlp": MlpSection,
+    "unet": UNetSection,
+    "fno": FnoSection,
+}

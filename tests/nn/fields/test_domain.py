@@ -83,6 +83,8 @@ def test_layers_have_the_bits_of_one_process(cut):
             nn.GroupNorm(2, 4),
             nn.InstanceNorm(4),
             nn.ChannelLayerNorm(4),
+            nn.SpectralConv(4, 3, (5, 4, 6)[:axes]),
+            nn.SpectralConv(4, 2, space, padding=0.25),
             nn.Dropout(0.3, site=2),
             nn.Residual(nn.Sequential([nn.Conv(4, 4, (3,) * axes), nn.Tanh()])),
             unet,
@@ -99,3 +101,4 @@ def test_small_fields_are_cut_too():
     )
     for space in ((4, 4), (5, 3), (8, 1)):
         require_equal_bits(layer, space, 2, Cut((4, 2)), np.float32)
+        require_equal_bits(nn.SpectralConv(2, 2, (3, 1)), space, 2, Cut((4, 2)), np.float32)

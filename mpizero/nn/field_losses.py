@@ -1,0 +1,282 @@
+"""Define losses of fields, as sums over spatial tiles: of elements, and relative to the norms of whole samples.
+
+:class:`FieldLoss` takes the losses of :mod:`mpizero.nn.losses` apart into sums over tiles, which are added by the
+binary tree. So a loss has the same bits however space is cut over ranks. With :class:`H1Loss` it compares the
+differences of neighbouring positions as well, and fetches those that other ranks have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+
+from mpizero._util.checks import flag, number, require
+from mpizero._util.names import explains
+from mpizero._util.pytree import map_leaves
+from mpizero.errors import ConfigError, DataError
+from mpizero.layout.fields import tree_sum
+from mpizero.nn.fields import on_each, require_field
+from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, times
+from mpizero.nn.space import WHOLE, Space
+from mpizero.types import Array, Loss
+
+
+@explains
+@dataclass(frozen=True)
+class H1Loss(RelativeL2Loss):
+    """Compute the relative error of fields and of their differences in space, inside a :class:`FieldLoss`.
+
+    It is :class:`RelativeL2Loss` with the norm ``sqrt(sum u**2 + sum_axes sum ((u[i + 1] - u[i]) / h)**2)``, where
+    ``h`` is the distance of neighbours, so that steep places count: the loss with which neural operators are often
+    trained (Li et al., *Learning dissipative dynamics in chaotic systems*, 2022). Weights of positions weigh the
+    squares; that of a difference is the geometric mean of its two positions' weights, so where a mask leaves out one of
+    both there is no difference.
+
+    Parameters
+    ----------
+    eps : float
+        Added to the norm of the target.
+    lengths : float or tuple of float
+        Length of the field along each axis of space, for all axes or by axis; ``h`` is the length over the extent.
+    periodic : bool
+        Whether the first position of an axis is a neighbour of the last one.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is not allowed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> loss = mz.nn.FieldLoss(mz.nn.H1Loss(lengths=2.0))  # of two positions: h is 1
+    >>> target = np.array([[[2.0], [1.0]]])
+    >>> total, weight, _ = loss.forward(target - 1, target)  # the difference of neighbours has no error
+    >>> round(total**2, 3)  # (1 + 1) / (2**2 + 1**2 + (1 - 2)**2)
+    0.333
+    """
+
+    lengths: float | tuple[float, ...] = 1.0
+    periodic: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for length in self.lengths if isinstance(self.lengths, tuple) else (self.lengths,):
+            require("H1Loss: lengths", length, number(above=True))
+        require("H1Loss: periodic", self.periodic, flag)
+
+    def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
+        """Raise :class:`ConfigError`: only a :class:`FieldLoss` knows which positions are neighbours."""
+        raise ConfigError("H1Loss compares neighbours in space; wrap it, loss=mpizero.nn.FieldLoss(H1Loss(...))")
+
+    def distances(self, extents: tuple[int, ...]) -> list[float]:
+        """Return the distance of neighbours along each axis of a field.
+
+        Raises
+        ------
+        DataError
+            If the field has another number of axes than there are lengths.
+        """
+        lengths = on_each(self.lengths, len(extents))
+        if len(lengths) != len(extents):
+            raise DataError(f"H1Loss: lengths={self.lengths} must have a number for each of {len(extents)} axes")
+        return [length / n for length, n in zip(lengths, extents, strict=True)]
+
+
+@explains
+@dataclass(frozen=True)
+class FieldLoss:
+    """Compute a loss of fields as a sum over spatial tiles, so that its bits do not depend on how space is cut.
+
+    Each tile has a loss of its own, weighted by its number of positions; the losses of all tiles are added by the
+    binary tree. The mean over samples and positions is that of ``loss``. Of a loss relative to the norms of samples,
+    the squares in each norm are summed in this way. Predictions are (samples, space, outputs), targets what ``loss``
+    takes; of its weights and masks, those of elements are cut as well. Its passes are collective over a domain group.
+
+    Parameters
+    ----------
+    loss : ElementLoss, CrossEntropy or RelativeL2Loss
+        A loss that averages over the elements of a sample, adds up over its positions, or is relative to the norm of a
+        sample, such as :class:`H1Loss`.
+    weights : sequence of float or None
+        Weights of the positions along the first axis of space, such as cosines of latitudes, which are divided by their
+        mean. None weighs all alike.
+
+    Raises
+    ------
+    ConfigError
+        If the loss does not add up over positions, or a weight is not allowed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> prediction = np.array([[[1.0], [2.0], [4.0]]])  # one sample of three positions
+    >>> total, weight, _ = mz.nn.FieldLoss(mz.nn.MeanSquaredError()).forward(prediction, np.zeros((1, 3, 1)))
+    >>> total / weight
+    7.0
+    >>> loss = mz.nn.FieldLoss(mz.nn.MeanSquaredError(), weights=[0.5, 1.0, 0.5])
+    >>> total, weight, _ = loss.forward(prediction, np.zeros((1, 3, 1)))
+    >>> total / weight  # (0.5 * 1 + 1 * 4 + 0.5 * 16) / 2
+    6.25
+    """
+
+    loss: Loss
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, ElementLoss | CrossEntropy | RelativeL2Loss):
+            raise ConfigError(
+                f"FieldLoss: the loss {type(self.loss).__name__} does not add up over positions; use a loss that "
+                "averages over elements, such as MeanSquaredError, or RelativeL2Loss or CrossEntropy"
+            )
+        if self.weights is not None:
+            checked = tuple(require("FieldLoss: weights", float(weight), number()) for weight in self.weights)
+            require("FieldLoss: the sum of the weights", sum(checked), number(above=True))
+            object.__setattr__(self, "weights", checked)
+
+    @property
+    def _space(self) -> Space:
+        return WHOLE
+
+    def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
+        """Return this rank's share of the loss sum and of the weight, and the cache for :meth:`backward`.
+
+        Without a domain group, the shares are the whole.
+        """
+        prediction = require_field(prediction, None, "FieldLoss")
+        extents = self._space.extents(prediction, self)
+        map_leaves(partial(_require_positions, prediction.shape[1:-1]), target)
+        along = self._along(extents)
+        if isinstance(self.loss, RelativeL2Loss):
+            return self._relative(self.loss, prediction, target, along, extents)
+        if along is not None:
+            target = _weighted(target, along, prediction)
+        caches, sums = [], []
+        for place, count in self._tiles(extents):
+            loss, weight, cache = 0.0, 0.0, None
+            if count:
+                part = map_leaves(partial(_of_tile, place), target)
+                loss, weight, cache = self.loss.forward(np.ascontiguousarray(prediction[place]), part)
+            factor = count if isinstance(self.loss, ElementLoss) else 1
+            sums.append((loss * factor, weight * factor))
+            caches.append((place, factor, cache))
+        total = self._added(np.array(sums)) * float(self._space.rank == 0)
+        return float(total[0]), float(total[1]), (prediction, caches)
+
+    def _along(self, extents: tuple[int, ...]) -> Array | None:
+        """Return the weights of this rank's positions along the first axis of space; None if all are alike."""
+        if self.weights is None:
+            return None
+        if len(self.weights) != extents[0]:
+            raise DataError(
+                f"FieldLoss: {len(self.weights)} weights are given for {extents[0]} positions along the first axis"
+            )
+        weights = np.array(self.weights)
+        along: Array = (weights * (len(weights) / weights.sum()))[self._space.box(extents)[0]]
+        return along.reshape(-1, *(1,) * (len(extents) - 1))
+
+    def _tiles(self, extents: tuple[int, ...]) -> list[tuple[tuple[slice, ...], int]]:
+        """Return of each of this rank's tiles the place in its part of a field, and the number of positions."""
+        boxes = np.concatenate(self._space.boxes(extents))[:, 3 - len(extents) :]
+        places = [(slice(None), *(slice(*pair) for pair in box)) for box in boxes.tolist()]
+        return list(zip(places, np.prod(boxes[..., 1] - boxes[..., 0], axis=1).tolist(), strict=True))
+
+    def _added(self, sums: Array) -> Array:
+        """Return the sum over all tiles, from those of this rank's tiles. Collective over a domain."""
+        return tree_sum(self._space.gather_tiles(sums, 0, "loss"), np.add)
+
+    def _relative(
+        self, loss: RelativeL2Loss, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
+    ) -> tuple[float, float, Any]:
+        """Compute a loss that is relative to the norm of each sample; its cache are gradients and their factors."""
+        difference, targets, roots, of_samples = loss.terms(prediction, target)
+        roots = np.ones(prediction.shape) if roots is None else roots
+        if along is not None:
+            roots = roots * np.sqrt(along)[..., None]
+        errors, sizes = [times(difference, roots)], [times(targets, roots)]
+        gradient = times(errors[0], roots)
+        if isinstance(loss, H1Loss):
+            fields = [np.where(roots != 0, one, 0) for one in (difference, targets)]
+            slopes = self._slopes(loss, np.concatenate([*fields, roots.astype(difference.dtype)], axis=-1), extents)
+            for error, size, part in slopes:
+                errors, sizes, gradient = [*errors, error], [*sizes, size], gradient + part
+        sums = [
+            [sum(loss.square_sums(one[place]) for one in terms) for terms in (errors, sizes, [roots])]
+            for place, _ in self._tiles(extents)
+        ]
+        squares, norms, counts = self._added(np.array(sums))
+        weights = (1.0 if of_samples is None else of_samples) * (counts != 0)
+        total, weight, factors = loss.totals(squares, norms, weights)
+        first = float(self._space.rank == 0)
+        return total * first, weight * first, (gradient, factors)
+
+    def _slopes(self, loss: H1Loss, x: Array, extents: tuple[int, ...]) -> list[tuple[Array, Array, Array]]:
+        """Return by axis the slopes of errors and of targets, times roots of weights, and parts of the gradient.
+
+        ``x`` has errors, targets, and the roots of positions' weights, one after the other. Collective over a domain.
+        """
+
+        def around(axis: int, first: int, stop: int) -> tuple[int, int]:
+            return (first - 1, stop + 1) if stop > first else (0, 0)
+
+        modes = ["periodic" if loss.periodic else "zeros"] * len(extents)  # zeros outside have no weight
+        wide, found = self._space.fetch(x, extents, self._space.wanted(extents, around), "H1Loss", modes), []
+        inside = [slice(None), *(slice(1, -1) for _ in extents)]
+        for axis, distance in enumerate(loss.distances(extents), start=1):
+            pair = [wide[(*inside[:axis], side, *inside[axis + 1 :])] for side in (slice(-1), slice(1, None))]
+            (*low, before), (*high, after) = (np.split(one, 3, axis=-1) for one in pair)
+            slopes = [(b - a) * x.dtype.type(1 / distance) for a, b in zip(low, high, strict=True)]
+            weight = before * after
+            flux = np.moveaxis(slopes[0] * weight * x.dtype.type(1 / distance), axis, 0)
+            ends = (slice(None),) * axis
+            error, size = ((slope * np.sqrt(weight))[(*ends, slice(1, None))] for slope in slopes)
+            found.append((error, size, np.moveaxis(flux[:-1] - flux[1:], 0, axis)))
+        return found
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Return ``scale`` times the gradient of the loss sum, at this rank's positions. Not collective."""
+        prediction, caches = cache
+        if isinstance(self.loss, RelativeL2Loss):
+            return times(prediction, caches * scale)
+        gradient: Array = np.empty_like(prediction)
+        for place, factor, inner in caches:
+            if inner is not None:
+                gradient[place] = self.loss.backward(inner, scale * factor)
+        return gradient
+
+    def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
+        """Return how many predictions are right and how many there are, at this rank's positions; None if unknown."""
+        count: tuple[int, int] | None = cast(Any, self.loss).correct(prediction, target)
+        return count
+
+
+def _weighted(target: Any, along: Array, prediction: Array) -> dict[str, Any]:
+    """Return the target with its weights times those along the first axis of space."""
+    given = dict(target) if isinstance(target, Mapping) else {"target": target}
+    weight = np.asarray(1.0 if given.get("weight") is None else given["weight"], np.float64)
+    axes, positions = max(weight.ndim, prediction.ndim - 1), prediction.shape[:-1]
+    aligned = weight.reshape(*weight.shape, *(1,) * (axes - weight.ndim))
+    product = aligned * along.reshape(1, *along.shape, *(1,) * (axes - len(positions)))
+    return given | {"weight": np.broadcast_to(product, (*positions, *product.shape[len(positions) :]))}
+
+
+def _require_positions(space: tuple[int, ...], x: Any) -> None:
+    """Raise :class:`DataError` if targets or weights have other extents than ``space``; they may lack its last axes."""
+    shape = np.shape(x)
+    axes = min(max(len(shape) - 1, 0), len(space))
+    if shape[1 : 1 + axes] != space[:axes]:
+        raise DataError(
+            f"FieldLoss: targets and weights are given at the positions of the prediction, {space}; one of them has "
+            f"shape {shape}"
+        )
+
+
+def _of_tile(place: tuple[slice, ...], x: Any) -> Any:
+    """Return the positions ``place`` of an array of targets or weights."""
+    return np.ascontiguousarray(x[place[: np.ndim(x)]]) if np.ndim(x) > 1 else x

@@ -1,0 +1,558 @@
+"""Define convolutions of whole fields by their Fourier modes, and the Fourier neural operator made of them.
+
+:class:`SpectralConv` computes the modes of a field that it keeps, multiplies each with a matrix of its own, and returns
+the field of the results. The transforms are products with matrices of cosines and sines, so no rank sends its part of
+the field: each spatial tile has a partial sum of the modes, added by the binary tree (:mod:`mpizero.layout.fields`),
+and each position of the result is one sum over the modes. Where space is cut, each rank gets the sums of some
+frequencies of the last axis, multiplies these modes, and all ranks gather the products.
+
+Inside, sums over space have the real basis functions of each axis (:func:`_basis`), cosines and sines, and modes are
+arrays (2, samples, modes of three axes, channels) of real and imaginary parts. Axes that a field does not have come
+first, with one mode. :func:`_to_modes` and :func:`_to_sums` are adjoints of each other.
+
+:class:`FNO` is the Fourier neural operator of Li et al., 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+
+from mpizero._util.checks import is_whole
+from mpizero._util.names import explains
+from mpizero.errors import ConfigError, DataError
+from mpizero.kernels.spectral import Bases, analyse, mode_products, synthesize, turns
+from mpizero.layout.fields import TILES
+from mpizero.nn.arrays import require_numbers
+from mpizero.nn.convolution import Conv
+from mpizero.nn.fields import on_each, require_field, with_three_axes
+from mpizero.nn.layer import Composite, Graph, Layer, NodeOutput, Operations, Wrapper, require_init, require_positive
+from mpizero.nn.layers import Activation, Checkpointed, Sequential, named_activation
+from mpizero.nn.space import FieldLayer
+from mpizero.nn.unet import FieldModel
+from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
+
+
+@lru_cache(maxsize=1024)
+def _basis(period: int, modes: int, first: int, stop: int, last: bool, dtype: np.dtype[Any]) -> Array:
+    """Return cosines and sines of the frequencies 0 to ``modes // 2`` at positions of an axis: (functions, positions).
+
+    All cosines come first; on the last axis of space each cosine is followed by the sine of its frequency. That of
+    frequency 0 is left out.
+    """
+    cosines, sines = turns(period)
+    parts = np.outer(np.arange(modes // 2 + 1), np.arange(first, stop)) % period
+    pairs = np.stack([cosines[parts], sines[parts]], axis=int(last)).reshape(2 * len(parts), stop - first)
+    basis = np.delete(pairs, 1 if last else modes // 2 + 1, axis=0).astype(dtype)
+    basis.setflags(write=False)
+    return basis
+
+
+def _last_to_modes(sums: Array) -> Array:
+    """Return the modes ``cosines - i sines`` of the last axis, from sums with its functions: a new first axis."""
+    zero = sums.shape[3] % 2  # only the first frequency, 0, has no sine
+    modes = np.zeros((2, *sums.shape[:3], (sums.shape[3] + 1) // 2, sums.shape[4]), sums.dtype)
+    modes[0, :, :, :, :zero], modes[0, :, :, :, zero:] = sums[:, :, :, :zero], sums[:, :, :, zero::2]
+    np.negative(sums[:, :, :, zero + 1 :: 2], out=modes[1, :, :, :, zero:])
+    return modes
+
+
+def _last_to_sums(modes: Array, zero: bool) -> Array:
+    """Return the adjoint of :func:`_last_to_modes`; ``zero`` tells whether the first frequency is 0."""
+    sums = np.empty((*modes.shape[1:4], 2 * modes.shape[4] - zero, modes.shape[5]), modes.dtype)
+    sums[:, :, :, :zero], sums[:, :, :, zero::2] = modes[0, :, :, :, :zero], modes[0, :, :, :, zero:]
+    np.negative(modes[1, :, :, :, zero:], out=sums[:, :, :, zero + 1 :: 2])
+    return sums
+
+
+def _turned(pairs: Array, sign: int) -> Array:
+    """Return pairs (n, 2, ...) of real and imaginary parts times ``sign * i``."""
+    return np.stack([-sign * pairs[:, 1], sign * pairs[:, 0]], axis=1)
+
+
+def _signed(sums: Array, axis: int, modes: int) -> Array:
+    """Return the modes of an axis, of ascending frequencies, from the sums with its cosines and its sines."""
+    half, above = modes // 2, (modes - 1) // 2
+    sums = np.moveaxis(sums, axis, 0)
+    found = np.empty((modes, *sums.shape[1:]), sums.dtype)
+    cosines, sines = sums[: half + 1], _turned(sums[half + 1 :], -1)
+    found[half] = cosines[0]
+    np.add(cosines[1 : above + 1], sines[:above], out=found[half + 1 :])
+    np.subtract(cosines[1:], sines, out=found[:half][::-1])
+    return np.moveaxis(found, 0, axis)
+
+
+def _unsigned(modes: Array, axis: int) -> Array:
+    """Return the adjoint of :func:`_signed`."""
+    modes = np.moveaxis(modes, axis, 0)
+    half, above = len(modes) // 2, (len(modes) - 1) // 2
+    found = np.empty((2 * half + 1, *modes.shape[1:]), modes.dtype)
+    found[: half + 1] = modes[half::-1]
+    difference = -found[1 : half + 1]
+    found[1 : above + 1] += modes[half + 1 :]
+    difference[:above] += modes[half + 1 :]
+    found[half + 1 :] = _turned(difference, 1)
+    return np.moveaxis(found, 0, axis)
+
+
+def _to_modes(sums: Array, modes: Sequence[int], factors: Array) -> Array:
+    """Return the modes, times the factors of the last axis's frequencies, from sums with all basis functions."""
+    found = _last_to_modes(sums) * factors[:, None]
+    for axis in (0, 1):
+        if modes[axis] > 1:
+            found = _signed(found, axis + 2, modes[axis])
+    return found
+
+
+def _to_sums(modes: Array, factors: Array, zero: bool) -> Array:
+    """Return the adjoint of :func:`_to_modes`; ``zero`` tells whether the first frequency of the last axis is 0."""
+    for axis in (3, 2):
+        if modes.shape[axis] > 1:
+            modes = _unsigned(modes, axis)
+    return _last_to_sums(modes * factors[:, None], zero)
+
+
+def _matrices(modes: Array, sign: int) -> Array:
+    """Return for each mode the matrix (2 samples, 2 channels) of ``(re, -sign im)`` over ``(im, sign re)``."""
+    found = np.empty((*modes.shape[2:5], 2, modes.shape[1], 2, modes.shape[5]), modes.dtype)
+    re, im = np.moveaxis(modes, 1, 4)
+    found[..., 0, :, 0, :], found[..., 1, :, 0, :] = re, im
+    found[..., 0, :, 1, :], found[..., 1, :, 1, :] = -sign * im, sign * re
+    return found.reshape(prod(modes.shape[2:5]), 2 * modes.shape[1], 2 * modes.shape[5])
+
+
+@explains
+@dataclass(frozen=True)
+class SpectralConv(FieldLayer):
+    """Multiply the Fourier modes of a field by matrices, and drop those of higher frequencies.
+
+    In NumPy, for a field of one channel and two axes with n1 x n2 positions::
+
+        modes = numpy.fft.rfftn(x, axes=(1, 2))
+        kept = numpy.zeros_like(modes)
+        for k1 in range(-(modes1 // 2), (modes1 + 1) // 2):
+            for k2 in range(modes2 // 2 + 1):
+                kept[:, k1, k2] = modes[:, k1, k2] * weight[k1 + modes1 // 2, k2]
+        y = numpy.fft.irfftn(kept, s=(n1, n2), axes=(1, 2))
+
+    That is the rule of neuraloperator: ``modes`` frequencies of each axis, of the last axis those from 0 to
+    ``modes // 2``, because a real field has the conjugate of the others. Where ``modes`` is even, the lowest frequency
+    of another axis, ``-modes // 2``, has no counterpart. The imaginary part of the results is ignored where the inverse
+    transform has none: at frequency 0 of the last axis, and at half of an even extent. Parameter of the layer is
+    ``weight``, ``(*modes, last modes // 2 + 1, 2, inputs, outputs)``: real and imaginary parts of the matrices. Inputs
+    are (samples, space, inputs), on the CPU, outputs (samples, space, outputs), in the parameters' dtype, float32 or
+    float64. (Li et al., *Fourier neural operator*, 2021, section 4.) No method is collective.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Number of channels of the input and of the output.
+    modes : tuple of int
+        Number of frequencies on each of one to three axes of space; at most the extent of a field.
+    padding : float or tuple of float
+        Zeros after the field, as a part of its extent, for all axes or by axis; they are rounded to whole positions.
+        Without them a field is periodic.
+    init : Init or None
+        Start values of the weight; None is the normal distribution of standard deviation 1/sqrt(inputs + outputs).
+
+    Raises
+    ------
+    ConfigError
+        If a setting is not allowed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> layer = mz.nn.SpectralConv(1, 1, (3,))  # frequencies 0 and 1
+    >>> x = np.array([1.0, 3.0, 1.0, 3.0])[None, :, None]  # frequencies 0 and 2
+    >>> y, cache = layer.forward({"weight": np.array([1.0, 0.0, 1.0, 0.0]).reshape(2, 2, 1, 1)}, x)
+    >>> y.ravel()
+    array([2., 2., 2., 2.])
+    """
+
+    inputs: int
+    outputs: int
+    modes: tuple[int, ...]
+    padding: float | tuple[float, ...] = 0.0
+    init: Init | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("SpectralConv", inputs=self.inputs, outputs=self.outputs)
+        require_init("SpectralConv", self.init)
+        if not isinstance(self.modes, tuple) or len(self.modes) not in TILES or not all(map(_is_count, self.modes)):
+            raise ConfigError(
+                f"SpectralConv: modes={self.modes!r} is not allowed; give a number for each of one to three axes of "
+                "space, such as (12, 12)"
+            )
+        parts = on_each(self.padding, len(self.modes))
+        if len(parts) != len(self.modes) or not all(isinstance(p, int | float) and 0 <= p < 100 for p in parts):
+            raise ConfigError(
+                f"SpectralConv: padding={self.padding!r} is not allowed; give a part of the extent from 0, such as "
+                f"0.25, for all axes, or one for each of the {len(self.modes)} axes of modes={self.modes}"
+            )
+
+    @property
+    def _three(self) -> tuple[int, ...]:
+        """Numbers of modes of three axes."""
+        return (*(1,) * (3 - len(self.modes)), *self.modes)
+
+    def own_specs(self) -> tuple[ParameterSpec, ...]:
+        """Describe ``weight``, ``(*modes, last modes // 2 + 1, 2, inputs, outputs)``."""
+        shape = (*self.modes[:-1], self.modes[-1] // 2 + 1, 2, self.inputs, self.outputs)
+        return (ParameterSpec("weight", shape, self.init or Init("normal", 1 / sqrt(self.inputs + self.outputs))),)
+
+    def periods(self, extents: Sequence[int]) -> tuple[int, ...]:
+        """Return the period of each axis: the extent with the zeros after it."""
+        return tuple(n + round(n * part) for n, part in zip(extents, on_each(self.padding, len(extents)), strict=True))
+
+    def check_space(self, extents: Sequence[int]) -> None:
+        """Raise :class:`DataError` if a field with these extents does not have all modes."""
+        if any(n < modes for n, modes in zip(extents, self.modes, strict=True)):
+            raise DataError(
+                f"SpectralConv: modes={self.modes} are more than a field of {tuple(extents)} positions has; give at "
+                "most as many modes as positions on each axis"
+            )
+
+    def _bases(self, extents: Sequence[int], dtype: np.dtype[Any]) -> Bases:
+        """Return the bases of three axes at this rank's positions."""
+        rows = zip(self.periods(extents), self.modes, self._space.box(extents), strict=True)
+        last = len(self.modes) - 1
+        found = [
+            _basis(period, modes, part.start, part.stop, axis == last, dtype)
+            for axis, (period, modes, part) in enumerate(rows)
+        ]
+        missing = [np.ones((1, 1), dtype)] * (2 - last)
+        one, two, three = missing + found
+        return one, two, three
+
+    def _own(self) -> slice:
+        """Return this rank's frequencies of the last axis."""
+        return self._space.shards(self.modes[-1] // 2 + 1)[self._space.rank]
+
+    def _functions(self) -> list[slice]:
+        """Return the basis functions of the frequencies of the last axis that each rank has."""
+        shards = self._space.shards(self.modes[-1] // 2 + 1)
+        return [slice(max(2 * shard.start - 1, 0), max(2 * shard.stop - 1, 0)) for shard in shards]
+
+    def _factors(self, extents: Sequence[int], dtype: np.dtype[Any], inverse: bool) -> Array:
+        """Return the factors of this rank's frequencies in the transform, or in the inverse one.
+
+        The former is divided by the number of positions. In the latter a frequency stands for its conjugate, too, but
+        for 0 and for half of the period.
+        """
+        periods, own = self.periods(extents), self._own()
+        if not inverse:
+            return np.full(own.stop - own.start, 1 / prod(periods), dtype)
+        return np.array([1 + (0 < 2 * k < periods[-1]) for k in range(own.start, own.stop)], dtype)
+
+    def _transform(self, x: Array, extents: Sequence[int], inverse: bool, tag: str) -> Array:
+        """Return this rank's modes of a field; ``inverse``: those of the adjoint of the inverse transform."""
+        bases = self._bases(extents, x.dtype)
+        nodes = np.stack([analyse(x, bases, boxes) for boxes in self._space.boxes(extents)])
+        sums = self._space.reduce_scatter(nodes, 3, self._functions(), tag)
+        return _to_modes(sums, self._three, self._factors(extents, x.dtype, inverse))
+
+    def _field(self, modes: Array, extents: Sequence[int], inverse: bool, start: Array | None, tag: str) -> Array:
+        """Return the adjoint of :meth:`_transform`, added to ``start`` if there is one."""
+        own = _to_sums(modes, self._factors(extents, modes.dtype, inverse), self._own().start == 0)
+        sums = self._space.all_gather(own, 3, self._functions(), tag)
+        field = synthesize(sums, self._bases(extents, modes.dtype), None if start is None else with_three_axes(start))
+        return field.reshape(len(sums), *self._space.shape(extents), sums.shape[-1])
+
+    def _weights(self, params: Params) -> Array:
+        """Return the weights of this rank's modes, (modes, 2, inputs, outputs)."""
+        weight = params["weight"]
+        own = weight.reshape(prod(self.modes[:-1]), *weight.shape[-4:])[:, self._own()]
+        return np.ascontiguousarray(own).reshape(prod(own.shape[:2]), *weight.shape[-3:])
+
+    def _by_axis(self, products: Array) -> Array:
+        """Return modes from the products (modes, 2 samples, channels)."""
+        one, two, _ = self._three
+        own = self._own()
+        shape = one, two, own.stop - own.start, 2, products.shape[1] // 2, products.shape[2]
+        return products.reshape(shape).transpose(3, 4, 0, 1, 2, 5)
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the field of the multiplied modes of ``x`` (samples, space, inputs), and the cache."""
+        return self.added(params, x, None)
+
+    def added(self, params: Params, x: Array, start: Array | None) -> tuple[Array, Any]:
+        """Do as :meth:`forward`, and add the result to the field ``start``."""
+        weights = self._weights(params)
+        x = require_field(x, self.inputs, "SpectralConv", self.modes).astype(weights.dtype, copy=False)
+        extents = self._space.extents(x, self)
+        self.check_space(extents)
+        left = _matrices(self._transform(x, extents, False, "SpectralConv"), 1)
+        products = mode_products(left, weights.reshape(len(weights), 2 * self.inputs, self.outputs))
+        return self._field(self._by_axis(products), extents, True, start, "SpectralConv"), (left, extents)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs."""
+        return self.backward_added(params, cache, dy, None)
+
+    def backward_added(self, params: Params, cache: Any, dy: Array, start: Array | None) -> tuple[Array, Any]:
+        """Do as :meth:`backward_input`, and add the gradient to the field ``start``."""
+        extents, weights = cache[1], self._weights(params)
+        gradient = self._transform(np.ascontiguousarray(dy), extents, True, "SpectralConv backward")
+        right = np.ascontiguousarray(weights.swapaxes(2, 3)).reshape(len(weights), 2 * self.outputs, self.inputs)
+        products = mode_products(_matrices(gradient, -1), right)
+        dx = self._field(self._by_axis(products), extents, False, start, "SpectralConv backward")
+        return dx, gradient
+
+    def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
+        """Overwrite the gradient of ``weight``, that of this rank's modes; those of others become 0."""
+        right = np.moveaxis(pending, (0, 1), (3, 4))
+        left = cache[0].swapaxes(1, 2)
+        products = mode_products(left, right.reshape(*left.shape[::2], self.outputs))
+        target = grads["weight"]
+        shape, own = (prod(self.modes[:-1]), *target.shape[-4:]), self._own()
+        whole = np.zeros(shape, target.dtype)
+        whole[:, own] = products.reshape(whole[:, own].shape)
+        target[...] = whole.reshape(target.shape)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``shape`` with ``outputs`` channels."""
+        return (*shape[:-1], self.outputs)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Count the operations for one sample of ``shape``: output and two gradients."""
+        axes, to_modes, to_field = range(len(self.modes)), 0, 0
+        for axis in axes:
+            positions, functions = prod(shape[: axis + 1]), prod(2 * (modes // 2) + 1 for modes in self.modes[axis:])
+            to_field += positions * functions
+            to_modes += positions * functions * TILES[len(axes)] ** len(axes[axis + 1 :])
+        products = 8 * self.inputs * self.outputs * prod(self.own_specs()[0].shape[:-3])
+        forward = 2 * (self.inputs * to_modes + self.outputs * to_field) + products
+        return Operations(forward, 2 * (self.outputs * to_modes + self.inputs * to_field) + products, products)
+
+
+def _is_count(value: Any) -> bool:
+    return is_whole(value, 1)
+
+
+@dataclass(frozen=True)
+class FNOLift(Wrapper, FieldLayer):
+    """Apply layers to the channels of a field of any real dtype, and to the coordinates of each position.
+
+    Parameters
+    ----------
+    layer : Layer
+        The layers; the first one is called "first".
+    coordinates : bool
+        Whether further channels are appended: for each axis the position's number, divided by the extent.
+    """
+
+    coordinates: bool
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the layers' output, and their cache."""
+        require_numbers(x, "FNO")
+        x = require_field(x.astype(params["first"]["weight"].dtype, copy=False), None, "FNO")
+        if self.coordinates:
+            extents = self._space.extents(x, self)
+            fields = [x]
+            for axis, (part, n) in enumerate(zip(self._space.box(extents), extents, strict=True), start=1):
+                along = (np.arange(part.start, part.stop) / n).astype(x.dtype)
+                along = along.reshape(-1, *(1,) * (x.ndim - 1 - axis))
+                fields.append(np.broadcast_to(along, (*x.shape[:-1], 1)))
+            x = np.concatenate(fields, axis=-1)
+        return self.layer.forward(params, x, run)
+
+    def _wide(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``shape`` with the channels of the coordinates."""
+        return (*shape[:-1], shape[-1] + self.coordinates * (len(shape) - 1))
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the layers' output shape."""
+        return self.layer.output_shape(self._wide(shape))
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the layers' operations."""
+        return self.layer.operations(self._wide(shape))
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add a node for the coordinates, and the layers' nodes; return the last output."""
+        if self.coordinates:
+            source = graph.add("Coordinates", f"{name}.coordinates", (source,), self._wide(source.shape))
+        return self.layer.trace(graph, name, source)
+
+
+@dataclass(frozen=True)
+class FNOBlock(Composite):
+    """Add a spectral convolution and a linear map of each position, and apply an activation if there is one.
+
+    Parameters
+    ----------
+    spectral : SpectralConv
+        The convolution.
+    linear : Conv
+        The linear map, with windows of one position.
+    activation : Activation or None
+        What is applied to the sum.
+    """
+
+    spectral: SpectralConv
+    linear: Conv
+    activation: Activation | None
+
+    def children(self) -> dict[str, Layer]:
+        """Return the two layers by name; the activation has no parameters."""
+        return {"spectral": self.spectral, "linear": self.linear}
+
+    def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
+        """Return the activated sum, and the cache."""
+        linear, second = self.linear.forward(params["linear"], x, run)
+        y, first = self.spectral.added(params["spectral"], x, linear)
+        if self.activation is None:
+            return y, ([first, second], None)
+        y, last = self.activation.forward({}, y, run)
+        return y, ([first, second], last)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs."""
+        (first, second), last = cache
+        d: Any = dy if self.activation is None else self.activation.backward_input({}, last, dy)[0]
+        dlinear, after = self.linear.backward_input(params["linear"], second, d)
+        dx, before = self.spectral.backward_added(params["spectral"], first, d, dlinear)
+        return dx, [before, after]
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the sum."""
+        return self.spectral.output_shape(shape)
+
+    def operations(self, shape: tuple[int, ...]) -> Operations:
+        """Return the sum of both layers' operations."""
+        return self.spectral.operations(shape) + self.linear.operations(shape)
+
+    def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
+        """Add the nodes of both layers, of their sum, and of the activation; return the last one."""
+        branches = [child.trace(graph, f"{name}.{key}", source) for key, child in self.children().items()]
+        y = graph.add("Add", f"{name}.sum", tuple(branches), branches[0].shape)
+        return y if self.activation is None else self.activation.trace(graph, f"{name}.activation", y)
+
+
+@explains
+@dataclass(frozen=True)
+class FNO(FieldModel):
+    """Describe a Fourier neural operator, made of the blocks "lift", "fourier.0", "fourier.1", ..., "project".
+
+    Inputs are fields (samples, one to three axes of space, inputs), outputs (samples, space, outputs). For regression
+    targets are numbers of the output's shape; for classification integers (samples, space), of which negative ones are
+    ignored. Inputs of another dtype are cast to ``dtype``.
+
+    "lift" maps the channels of each position, with its coordinates, to ``width`` by two linear maps with an activation
+    between them. Each Fourier block is ``activation(SpectralConv(x) + linear(x))``, the last one without an activation,
+    and "project" is two linear maps again. (Li et al., *Fourier neural operator for parametric partial differential
+    equations*, 2021, section 4.) The parameters do not depend on the extents of fields, of which an axis needs at least
+    ``modes`` positions. Blocks cannot be split over tensor groups.
+
+    Parameters
+    ----------
+    inputs, outputs : int
+        Number of channels of the input and of the output; for classification ``outputs`` is the number of classes.
+    axes : int
+        Number of axes of space, 1 to 3.
+    modes : int or tuple of int
+        Number of frequencies that :class:`~mpizero.nn.SpectralConv` keeps, for all axes or by axis.
+    width : int
+        Number of channels of the Fourier blocks.
+    layers : int
+        Number of Fourier blocks.
+    expansion : int
+        Number of channels between the two linear maps of "lift" and of "project", over ``width``.
+    activation : str
+        "gelu", "silu", "relu" or "tanh".
+    padding : float or tuple of float
+        Zeros after a field that is not periodic, in :class:`~mpizero.nn.SpectralConv`.
+    coordinates : bool
+        Whether "lift" gets the coordinates of each position.
+    task : str
+        "regression" or "classification".
+    loss : str, Loss or None
+        As for :class:`~mpizero.nn.UNet`.
+    dtype : dtype
+        float32 or float64.
+    seed : int
+        Seed of the start values.
+    space : tuple of int or None
+        As for :class:`~mpizero.nn.UNet`.
+    activation_checkpointing : bool
+        Whether a block keeps only its input for the backward pass, and computes its other activations again.
+
+    Raises
+    ------
+    ConfigError
+        A setting is not allowed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> net = mz.nn.FNO(inputs=1, outputs=1, axes=1, modes=4, width=8, layers=2)
+    >>> list(net.blocks)
+    ['lift', 'fourier.0', 'fourier.1', 'project']
+    >>> x = np.random.default_rng(0).normal(size=(8, 16, 1))
+    >>> with mz.ShardingConfig(comm="self") as config:
+    ...     with mz.distribute(net, mz.Adam(lr=0.01), "ddp", config=config) as model:
+    ...         losses = [model.train(x, x[:, ::-1]) for step in range(20)]
+    >>> losses[-1] < losses[0]
+    True
+    """
+
+    inputs: int
+    outputs: int
+    axes: int = 2
+    modes: int | tuple[int, ...] = 12
+    width: int = 32
+    layers: int = 4
+    expansion: int = 2
+    activation: str = "gelu"
+    padding: float | tuple[float, ...] = 0.0
+    coordinates: bool = True
+    task: str = "regression"
+    loss: Any = None
+    dtype: Any = "float32"
+    seed: int = 0
+    space: tuple[int, ...] | None = None
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "outputs", "width", "layers", "expansion"):
+            require_positive("FNO", **{name: getattr(self, name)})
+        self._resolve_settings()
+        if len(on_each(self.modes, self.axes)) != self.axes:
+            raise ConfigError(f"FNO: modes={self.modes!r} must be a number, or one for each of axes={self.axes}")
+        if self.space is not None:
+            self._spectral.check_space(self.space)
+        _ = self.blocks  # raises the errors of its layers
+
+    @property
+    def _spectral(self) -> SpectralConv:
+        return SpectralConv(self.width, self.width, on_each(self.modes, self.axes), self.padding)
+
+    @cached_property
+    def blocks(self) -> dict[str, Layer]:
+        """The blocks by name, in the order in which they run."""
+        inputs, middle = self.inputs + self.coordinates * self.axes, self.expansion * self.width
+        lift = FNOLift(self._linears(inputs, middle, self.width, input_gradient=False), self.coordinates)
+        blocks: dict[str, Layer] = {"lift": lift}
+        for number in range(self.layers):
+            activation = named_activation(self.activation) if number < self.layers - 1 else None
+            blocks[f"fourier.{number}"] = FNOBlock(self._spectral, self._linear(self.width, self.width), activation)
+        blocks["project"] = self._linears(self.width, middle, self.outputs)
+        return (
+            {name: Checkpointed(block) for name, block in blocks.items()} if self.activation_checkpointing else blocks
+        )
+
+    def _linear(self, inputs: int, outputs: int, **settings: Any) -> Conv:
+        return Conv(inputs, outputs, (1,) * self.axes, **settings)
+
+    def _linears(self, inputs: int, middle: int, outputs: int, **settings: Any) -> Sequential:
+        first, last = self._linear(inputs, middle, **settings), self._linear(middle, outputs)
+        return Sequential({"first": first, "activation": named_activation(self.activation), "last": last})

@@ -1,0 +1,169 @@
+"""Losses of fields: relative to norms, of differences in space, with latitudes and land; the same bits on every cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpizero as mz
+from mpizero import nn
+from mpizero.comm.model_group import CommunicatorGroup
+from mpizero.errors import ConfigError, DataError
+from mpizero.layout.fields import Cut
+from mpizero.nn.domain_parallel import loss_on_domain
+from mpizero.nn.space import Domain
+from mpizero.testing import run_in_threads
+
+SPACES = {1: (9,), 2: (7, 5), 3: (3, 5, 4)}
+LOSSES = {
+    "relative": lambda axes: nn.RelativeL2Loss(),
+    "h1": lambda axes: nn.H1Loss(),
+    "h1 periodic": lambda axes: nn.H1Loss(0.1, lengths=(2.0, 1.0, 0.5)[:axes], periodic=True),
+    "squared": lambda axes: nn.MeanSquaredError(),
+    "gaussian": lambda axes: nn.GaussianNLLLoss(),
+    "classes": lambda axes: nn.CrossEntropy(),
+}
+CASES = [(name, axes) for name in LOSSES for axes in SPACES]
+
+
+def fields(name: str, axes: int, rng: Any, dtype: str = "f8") -> tuple[Any, Any]:
+    """Return predictions, and targets with weights of samples and a mask under which the targets are NaN."""
+    shape = (3, *SPACES[axes])
+    prediction, mask = rng.normal(size=(*shape, 4)).astype(dtype), rng.random(shape) > 0.3
+    if name == "classes":
+        return prediction, {"target": rng.integers(-1, 4, shape), "mask": mask, "weight": np.array([1.0, 0.0, 2.5])}
+    target = rng.normal(size=(*shape, 2 if name == "gaussian" else 4)).astype(dtype)
+    if name != "gaussian":
+        target[~mask] = np.nan
+    return prediction, {"target": target, "mask": mask, "weight": np.array([1.0, 0.0, 2.5])}
+
+
+def latitudes(axes: int) -> tuple[float, ...]:
+    n = SPACES[axes][0]
+    return tuple(np.cos(np.pi * ((np.arange(n) + 0.5) / n - 0.5)))
+
+
+@pytest.mark.parametrize(("name", "axes"), CASES)
+def test_gradients_are_those_of_finite_differences(name, axes, rng):
+    loss = nn.FieldLoss(LOSSES[name](axes), weights=latitudes(axes))
+    prediction, target = fields(name, axes, rng)
+    inside = {**target, "weight": rng.uniform(0, 2, (3, *SPACES[axes]))}
+    for given in (target, inside, np.nan_to_num(target["target"])):
+        gradient = loss.backward(loss.forward(prediction, given)[2], 0.5)
+        assert gradient.shape == prediction.shape
+        for _ in range(4):
+            direction, losses = rng.normal(size=prediction.shape), []
+            for step in (1e-5, -1e-5):
+                losses.append(loss.forward(prediction + step * direction, given)[0])
+            slope = (losses[0] - losses[1]) / 2e-5
+            np.testing.assert_allclose(2 * (gradient * direction).sum(), slope, rtol=1e-6, atol=1e-7)
+
+
+def by_numpy(loss: nn.RelativeL2Loss, prediction: Any, target: Any, weight: Any, lengths: Any) -> Any:
+    """Return the relative error of each sample."""
+
+    def norm(u: Any) -> Any:
+        u, space = np.where(weight[..., None] > 0, u, 0), range(1, u.ndim - 1)
+        terms = [weight[..., None] * u**2]
+        for axis in space if lengths else ():
+            h = lengths[axis - 1] / u.shape[axis]
+            both = np.sqrt(weight * np.roll(weight, -1, axis))[..., None]
+            terms.append(both * ((np.roll(u, -1, axis) - u) / h) ** 2)
+            if not loss.periodic:
+                np.moveaxis(terms[-1], axis, 0)[-1] = 0
+        return np.sqrt(sum(term.sum(axis=(*space, -1)) for term in terms))
+
+    return norm(prediction - target) / (norm(target) + loss.eps)
+
+
+@pytest.mark.parametrize("axes", SPACES)
+@pytest.mark.parametrize("name", ["relative", "h1", "h1 periodic"])
+def test_relative_losses_are_those_of_the_formula(name, axes, rng):
+    loss, (prediction, given) = LOSSES[name](axes), fields(name, axes, rng)
+    lengths = {"relative": None, "h1": (1.0,) * axes, "h1 periodic": (2.0, 1.0, 0.5)[:axes]}[name]
+    weight = given["mask"] * np.array(latitudes(axes)).reshape(1, -1, *(1,) * (axes - 1))
+    expected = by_numpy(loss, prediction, given["target"], weight / np.mean(latitudes(axes)), lengths)
+    total, count, _ = nn.FieldLoss(loss, weights=latitudes(axes)).forward(prediction, given)
+    assert count == 3.5
+    assert total == pytest.approx((expected * given["weight"]).sum(), rel=1e-12)
+    if name == "relative":  # the loss of whole samples is the same within rounding
+        whole = nn.RelativeL2Loss().forward(prediction, given)
+        assert nn.FieldLoss(loss).forward(prediction, given)[0] == pytest.approx(whole[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("cut", [(2,), (3,), (8,), (2, 2), (1, 3), (4, 2), (2, 2, 2), (1, 2, 3)], ids=str)
+def test_losses_have_the_bits_of_one_process_on_every_cut(cut, rng):
+    axes = len(cut)
+    for number, (name, make) in enumerate(LOSSES.items()):
+        loss = nn.FieldLoss(make(axes), weights=latitudes(axes))
+        prediction, target = fields(name, axes, rng, ("f4", "f8")[number % 2])
+        total, weight, cache = loss.forward(prediction, target)
+        gradient = loss.backward(cache, 0.25)
+
+        def on_rank(comm: Any, loss: Any = loss, prediction: Any = prediction, target: Any = target) -> Any:
+            domain = Domain(Cut(cut), CommunicatorGroup(comm))
+            here = (slice(None), *Cut(cut).box(SPACES[axes], comm.rank))
+            part = {key: value[here] if value.ndim > 1 else value for key, value in target.items()}
+            form = loss_on_domain(loss, domain, "model")
+            *sums, cache = form.forward(prediction[here], part)
+            return here, sums, form.backward(cache, 0.25)
+
+        found = run_in_threads(Cut(cut).size, on_rank)
+        assert [sum(one) for one in zip(*(sums for _, sums, _ in found), strict=True)] == [total, weight], name
+        for here, _, part in found:
+            np.testing.assert_array_equal(part, gradient[here], name)
+
+
+def test_a_model_trained_by_a_relative_loss_has_one_hash_on_every_cut(rng):
+    x, y = (rng.normal(size=(4, 9, 8, 1)).astype("f4") for _ in range(2))
+    land = rng.random((4, 9, 8)) > 0.2
+    for loss in ("relative_l2", nn.FieldLoss(nn.H1Loss(), weights=np.arange(1.0, 10.0))):
+        net = nn.FNO(1, 1, modes=4, width=4, layers=1, space=(9, 8), loss=loss)
+
+        def train(comm: Any, domain: Any = (1, 1), net: Any = net) -> Any:
+            with (
+                mz.Mesh(comm, domain=domain) as mesh,
+                mz.distribute(net, mz.Adam(lr=0.01), "zero2", mesh=mesh) as model,
+            ):
+                here = (slice(None), *mesh.slab((9, 8)))
+                losses = [model.train(x[here], {"target": y[here], "mask": land[here]}) for _ in range(3)]
+                return losses, model.parameters_sha256()
+
+        alone = train("self")
+        assert alone[0][-1] < alone[0][0]
+        for cut in ((2, 1), (2, 2)):
+            assert all(found == alone for found in run_in_threads(2 * cut[1], lambda comm, cut=cut: train(comm, cut)))
+
+
+def test_a_sample_that_a_mask_leaves_out_whole_does_not_count(rng):
+    prediction, target = rng.normal(size=(2, 2, 8, 3))
+    mask = np.array([[True] * 8, [False] * 8])
+    for loss in (nn.RelativeL2Loss(), nn.H1Loss()):
+        total, weight, cache = nn.FieldLoss(loss).forward(prediction, {"target": target, "mask": mask})
+        assert weight == 1
+        assert total == pytest.approx(nn.FieldLoss(loss).forward(prediction[:1], target[:1])[0], rel=1e-14)
+        assert not nn.FieldLoss(loss).backward(cache)[1].any()
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: nn.FieldLoss(nn.MeanSquaredError(), weights=[1, -1]), r"weights=-1\.0: expected a finite number >= 0"),
+        (lambda: nn.FieldLoss(nn.MeanSquaredError(), weights=[0, 0]), "the sum of the weights=0.0"),
+        (lambda: nn.H1Loss(lengths=0), "lengths=0"),
+        (lambda: nn.H1Loss(periodic=1), "periodic=1"),
+        (lambda: nn.H1Loss().forward(np.zeros((1, 2)), np.zeros((1, 2))), r"loss=mpizero\.nn\.FieldLoss\(H1Loss"),
+    ],
+)
+def test_settings_that_are_not_allowed_are_told(make, why):
+    with pytest.raises(ConfigError, match=why):
+        make()
+
+
+def test_weights_and_lengths_of_other_fields_are_told():
+    with pytest.raises(DataError, match="3 weights are given for 4 positions"):
+        nn.FieldLoss(nn.MeanSquaredError(), weights=[1, 2, 1]).forward(np.zeros((1, 4, 1)), np.zeros((1, 4, 1)))
+    with pytest.raises(DataError, match="must have a number for each of 1 axes"):
+        nn.FieldLoss(nn.H1Loss(lengths=(1.0, 2.0))).forward(np.zeros((1, 4, 1)), np.ones((1, 4, 1)))
