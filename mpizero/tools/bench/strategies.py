@@ -128,15 +128,14 @@ def watch(engine: Engine) -> CacheMeter:
 
     The meter counts the cache that a forward pass returns, and what ``backward_input`` keeps for
     ``backward_weights``. Parameters, samples and targets are not counted. The wrapped engine computes the same values,
-    a little slower. Call this function for measurements only.
+    a little slower, and repeats no recordings. Call this function for measurements only.
     """
     meter, runner = CacheMeter(), engine.runner
-    piped = isinstance(runner, PipelineRunner)
-    holder: Any = runner if piped else getattr(runner, "evaluator", None)
-    blocks: Any = engine.partitioned.local.blocks if piped else holder.blocks
+    holder: Any = runner if isinstance(runner, PipelineRunner) else getattr(runner, "evaluator", None)
+    layers: Any = engine.partitioned.local.blocks
     first = engine.partitioned.cuts[0][0]
-    for name, layer in list(blocks.items()):
-        blocks[name] = _MeteredLayer(layer, meter, skip_input=name == first)
+    for name, layer in layers.items():
+        runner.blocks[name] = _MeteredLayer(layer, meter, skip_input=name == first)
     holder.criterion = _MeteredLoss(holder.criterion, meter)
     return meter
 
