@@ -15,13 +15,15 @@ not repeated before its backward pass has ended; further micro-batches in flight
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from mpizero._util.pytree import leaves_of
+from mpizero.errors import CollectiveError, PeerFailure
 from mpizero.kernels.recording import RUNS, Recording, moved_run, recording_is_on
 from mpizero.layout.flat import flat_names
 from mpizero.nn import fields, layers, transformer
@@ -210,9 +212,9 @@ class RecordedBlock:
             self._free.setdefault(key, []).append(made)
         return y.copy() if self._copies_output else y, (made, inner)
 
-    def refuse(self, what: str) -> None:
-        """Record nothing from now on, because ``what`` differs between a recording and the layer."""
-        self.refused = f"called: {what} of {type(self.stands_for).__name__} differs when its kernels are repeated"
+    def refuse(self, why: str) -> None:
+        """Record nothing from now on, for the reason ``why``."""
+        self.refused = f"called: {why}"
 
 
 @dataclass
@@ -302,43 +304,58 @@ class _Pass:
         """Refuse the block if the forward recording differs from the layer: see [Note: proof of a recording]."""
         x, before, run = self._x, self._x.copy(), self._run
         other = replace(run, step=run.step + 1, first_sample=run.first_sample + len(x))
-        x[...] = _others(x)
-        y, cache = self._layer.forward(self._params, x.copy(), other)
-        self.y.fill(np.nan)
-        self.calls.repeat(other)
-        self._compare([("the output", y, self.y)])
-        self._compare([("the cache", *pair) for pair in zip(_arrays(cache), _arrays(self.cache), strict=True)])
-        x[...] = before
-        self.calls.repeat(run)
+        with self._trial([(x, before)]):
+            x[...] = _others(x)
+            y, cache = self._layer.forward(self._params, x.copy(), other)
+            self.y.fill(np.nan)
+            self.calls.repeat(other)
+            self._compare([("the output", y, self.y)])
+            self._compare([("the cache", *pair) for pair in zip(_arrays(cache), _arrays(self.cache), strict=True)])
+        if not self._block.refused:
+            self.calls.repeat(run)
 
     def _prove_backward(self, back: _Backward, grads: Params, calls: Recording) -> None:
         """Refuse the block if the recordings of the backward pass differ from the layer, for another gradient."""
         views = dict(flat_names(grads))
-        before, kept = back.dy.copy(), [view.copy() for view in views.values()]
-        back.dy[...] = _others(back.dy)
-        for view in views.values():
-            view.fill(np.nan)  # what the layer does not write, because it is frozen, the recording must not, either
-        dx = self._layer.backward(back.params, self.cache, back.dy.copy(), grads)
-        expected = [view.copy() for view in views.values()]
-        for array in (*views.values(), *([] if dx is None else [back.dx])):
-            array.fill(np.nan)
-        back.calls.repeat(self._run)
-        calls.repeat(self._run)
-        if dx is not None:
-            self._compare([("the gradient of the input", dx, back.dx)])
-        pairs = zip(views.items(), expected, strict=True)
-        self._compare([(f"the gradient of {name}", array, view) for (name, view), array in pairs])
-        for array, contents in zip([back.dy, *views.values()], [before, *kept], strict=True):
-            array[...] = contents
+        with self._trial([(array, array.copy()) for array in (back.dy, *views.values())]):
+            back.dy[...] = _others(back.dy)
+            for view in views.values():
+                view.fill(np.nan)  # what the layer does not write, because it is frozen, the recording must not, either
+            dx = self._layer.backward(back.params, self.cache, back.dy.copy(), grads)
+            expected = [view.copy() for view in views.values()]
+            for array in (*views.values(), *([] if dx is None else [back.dx])):
+                array.fill(np.nan)
+            back.calls.repeat(self._run)
+            calls.repeat(self._run)
+            if dx is not None:
+                self._compare([("the gradient of the input", dx, back.dx)])
+            pairs = zip(views.items(), expected, strict=True)
+            self._compare([(f"the gradient of {name}", array, view) for (name, view), array in pairs])
         if not self._block.refused:
             back.calls.repeat(self._run)  # the gradient of the input is still needed
         elif (dx := self._layer.backward(back.params, self.cache, back.dy, grads)) is not None:
             back.dx[...] = dx
 
+    @contextmanager
+    def _trial(self, contents: Sequence[tuple[Array, Array]]) -> Iterator[None]:
+        """Restore the contents of arrays after a trial; an error in it refuses the block, as its numbers are made up.
+
+        Errors of communication, which a poll may raise, are raised.
+        """
+        try:
+            yield
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception as error:
+            self._block.refuse(f"a trial of {type(self._layer).__name__} raises {type(error).__name__}")
+        finally:
+            for array, before in contents:
+                array[...] = before
+
     def _compare(self, results: Sequence[tuple[str, Array, Array]]) -> None:
         for what, expected, repeated in results:
             if not self._block.refused and expected.tobytes() != repeated.tobytes():
-                self._block.refuse(what)
+                self._block.refuse(f"{what} of {type(self._layer).__name__} differs when its kernels are repeated")
 
 
 def _moved(cache: Any, old: Run, new: Run) -> Any:

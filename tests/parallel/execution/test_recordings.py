@@ -178,6 +178,32 @@ def test_a_recording_that_misses_a_part_is_refused(monkeypatch, where, what):
     assert how["in"] == how["out"] == "repeated"
 
 
+@dataclass(frozen=True)
+class Positive(mz.nn.ReLU):
+    """Refuse negative numbers, which a trial of a recording makes up; ``where`` says in which pass."""
+
+    where: str = "forward"
+
+    def forward(self, params, x, run=mz.types.EVALUATE):
+        if self.where == "forward" and (x < 0).any():
+            raise ValueError("negative")
+        return super().forward(params, x, run)
+
+    def backward_input(self, params, cache, dy):
+        if self.where == "backward" and np.abs(dy).max() > 0.9:
+            raise ValueError("large")
+        return super().backward_input(params, cache, dy)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_that_only_a_trial_raises_is_not_the_users(monkeypatch, where):
+    monkeypatch.setattr(recorded, "KNOWN", recorded.KNOWN | {Positive})
+    layers = {"first": mz.nn.ReLU(), "positive": Positive(where), "out": mz.nn.Linear(3, 3)}
+    how = both(monkeypatch, lambda c: train(c, Blocks(layers), NUMBERS / 20))[0][2]
+    assert how["positive"] == "called: a trial of Positive raises ValueError"
+    assert how["first"] == how["out"] == "repeated"
+
+
 def test_frozen_layers_are_repeated(monkeypatch):
     def frozen(*names):
         net = mz.nn.freeze(mlp(), names)
