@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -78,11 +79,14 @@ class RecordedBlocks(dict[str, Any]):
         The arrays that recordings own, by their identity.
     workspaces : dict
         The temporary memory of all recordings.
+    thread : int
+        Identifier of the thread that has made the model. Only its passes are recorded: others may run at the same time.
     """
 
     def __init__(self, blocks: Mapping[str, Any], loss: Any = None) -> None:
         self.owned: dict[int, Array] = {}
         self.workspaces: dict[str, Array] = {}
+        self.thread = get_ident()
         known = [recording_is_on() and is_known(layer) for layer in blocks.values()]
         ours = type(loss).__module__.startswith("mpizero.")
         neighbours = zip(blocks.items(), known, [False, *known], [*known[1:], ours], strict=False)
@@ -149,7 +153,7 @@ class RecordedBlock:
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
         """Return the output for ``x``, and the cache that the backward pass takes."""
-        if not self.refused and type(x) is np.ndarray:
+        if not self.refused and type(x) is np.ndarray and get_ident() == self.model.thread:
             form = (x.shape, x.dtype.num, run.length, run.ranges, run.training)
             key = (form, id(params), id(x) if id(x) in self.model.owned else 0)
             if free := self._free.get(key):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -136,6 +137,18 @@ def test_predictions_are_arrays_of_their_own():
         again = [model.predict(x) for x in NUMBERS[0]]
     assert [a.tobytes() for a in kept] == [a.tobytes() for a in again]
     assert len({a.tobytes() for a in kept}) == STEPS
+
+
+def test_threads_that_predict_at_once_do_not_share_arrays_of_recordings():
+    wide = mz.nn.MLP(3, [64, 64, 64], 3, task="regression", activation="tanh")
+    samples = np.repeat(NUMBERS[0].reshape(-1, 3), 4, axis=0)
+    parts = [samples[first : first + 256] for first in range(0, len(samples) - 255, 16)]
+    with mz.distribute(wide, None) as model:
+        alone = [model.predict(part).tobytes() for part in parts]
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(5):
+                together = list(pool.map(model.predict, parts * 4))
+                assert [found.tobytes() for found in together] == alone * 4
 
 
 @dataclass(frozen=True)
