@@ -45,8 +45,8 @@ from mpizero.types import Array, ParameterSpec
 if TYPE_CHECKING:
     from mpizero.optim.minimizers import VectorSolver
 
-#: Elements up to which a rank's updates are recorded; those of more take longer than the Python around them.
-_MOST_RECORDED = 1 << 22
+#: Elements up to which a rank's updates are recorded: a trial copies them, and the more there are, the less Python matters.
+_MOST_RECORDED = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,9 @@ class Updater:
         self.method: VectorSolver | None = None  # the solver of a full-batch method
         self.step_count = 0
         self.last_rate: float | None = None  # of the last step; None if it is not known
-        self._calls, self._records = RecordedCall(), recording_is_on() and _computes_by_kernels(optimizer)
+        self._records = recording_is_on() and _computes_by_kernels(optimizer)
+        self._updates, self._fused_updates = RecordedCall(), RecordedCall()
+        self._last = self._updates
         self._known_rate = -1, 0.0  # the step whose rate is known, and the rate
         self.dtype = store.dtype
         #: Exchanges and updates whole tensors; None if the optimizer needs none.
@@ -223,8 +225,8 @@ class Updater:
                     w, state = self._run_arrays(piece.store, piece.state, piece.size)
                     self.optimizer.apply(w, total, state, placed[piece.group], threads)
 
-            places = rows, program.tobytes()
-            self._recorded(apply, places, (divisor, *(self._placed(hypers[g]) for g in self.groups)), threads)
+            scalars = divisor, *(self._placed(hypers[group]) for group in self.groups)
+            self._recorded(self._fused_updates, apply, (rows, program.tobytes(), threads), scalars)
         self._average(self._parameters(), rows, exact, divisors)
         self._made()
 
@@ -247,13 +249,13 @@ class Updater:
 
     def _recorded(
         self,
+        calls: RecordedCall,
         apply: Callable[[Sequence[Array]], None],
-        places: tuple[Any, ...],
+        operands: tuple[Any, ...],
         scalars: tuple[Array, ...],
-        threads: int,
     ) -> None:
         """Call ``apply(scalars)``, which updates parameters and state in place; from a recording where that can be."""
-        values = self._parameters()
+        self._last, values = calls, self._parameters()
         if not self._records or type(values) is not np.ndarray:
             apply(scalars)
             return
@@ -262,14 +264,14 @@ class Updater:
             parts = [values[piece.store : piece.store + piece.size] for piece in self.pieces]
             return [*parts, *self.state.values()] if self.size <= _MOST_RECORDED else []
 
-        self._calls.run(apply, (*places, values, *self.state.values(), threads), scalars, written)
+        calls.run(apply, (*operands, values, *self.state.values()), scalars, written)
 
     @property
     def computed_by(self) -> str:
         """Say how the last update was computed: "repeated", or "called" and why it is not recorded."""
-        if self._calls.refused:
+        if self._last.refused:
             return f"called: {optimizer_name(self.optimizer)} differs when its kernels are repeated"
-        return "repeated" if self._calls.repeated else "called"
+        return "repeated" if self._last.repeated else "called"
 
     def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
         """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.
@@ -395,7 +397,8 @@ class Updater:
                     gradient = reduced[run.gradient : run.gradient + run.size]
                     self.optimizer.apply(w, gradient, state, placed[run.group], threads)
 
-            self._recorded(apply, (reduced,), tuple(placed[group] for group in self.groups), threads)
+            scalars = tuple(placed[group] for group in self.groups)
+            self._recorded(self._updates, apply, (reduced, threads), scalars)
         self._take_averages(self._parameters(), reduced)
         self._made()
 
