@@ -76,7 +76,7 @@ DTYPES = {"f": "f4", "d": "f8"}
 REFUSED: Any = np.ndarray
 #: Least number of elements of a thread's part of divided arrays: fewer take no longer than a second thread to begin.
 _WORTH_A_THREAD = 1 << 19
-_RECORDINGS = recording.OPEN
+_ACTIVE_RECORDINGS = recording.ACTIVE
 _COMPILER = threading.RLock()  # neither numba's pipeline nor llvmlite may be entered by two threads
 
 
@@ -160,8 +160,8 @@ class Kernel:
             raise
         if result is REFUSED:
             result = self._choose(args)
-        if _RECORDINGS and (open_one := _RECORDINGS.get(threading.get_ident())) is not None:
-            open_one.calls.append((self._calls[self._check(args)], args))
+        if _ACTIVE_RECORDINGS and (active := _ACTIVE_RECORDINGS.get(threading.get_ident())) is not None:
+            active.calls.append((self._calls[self._check(args)], args))
         return result
 
     def _choose(self, args: tuple[Any, ...]) -> Any:

@@ -1,6 +1,6 @@
 """Record the computations of a thread as a list of calls, which can be repeated without the code that made them.
 
-While a :class:`Recording` is open in a thread, every call of a kernel (:class:`mpizero.kernels.jit.Kernel`) in this
+While a :class:`Recording` is active in a thread, every call of a kernel (:class:`mpizero.kernels.jit.Kernel`) in this
 thread is appended to it: the machine code, and the arguments. The code between kernels records nothing, so what it
 computes by NumPy must go through :func:`call`. A recording owns references to all arguments: their memory, that of
 temporary arrays too, stays as it is, and is used again whenever the calls are repeated.
@@ -17,23 +17,20 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.errors import ConfigError
 from mpizero.types import EVALUATE, Array, Run
 
+_VARIABLE = "MPIZERO_REPLAY"
 #: Recordings that a :class:`RecordedCall` keeps, such as those of batches of several sizes.
-_MOST_PLACES = 8
-#: A call is recorded when it has been made this often with arrays in the same places.
-RUNS = 2
-#: The open recording of each thread that has one, by the thread's identifier.
-OPEN: dict[int, Recording] = {}
+_MOST_VARIANTS = 8
+#: A call is recorded when it has been made this often with the same operands.
+WARM_UP = 2
+#: The active recording of each thread that has one, by the thread's identifier.
+ACTIVE: dict[int, Recording] = {}
 
 
 class Recording:
-    """Collect the calls of this thread while it is open, as a context manager.
-
-    Attributes
-    ----------
-    calls : list of (callable, tuple)
-        The calls in their order, and their arguments.
+    """Collect the calls of this thread while it is active, as a context manager.
 
     Parameters
     ----------
@@ -41,6 +38,11 @@ class Recording:
         The temporary memory of :func:`temporary`, by dtype, which several recordings may share.
     run : Run
         What the recorded pass gets besides its input.
+
+    Attributes
+    ----------
+    calls : list of (callable, tuple)
+        The calls in their order, and their arguments.
     """
 
     def __init__(self, workspaces: dict[str, Array] | None = None, run: Run = EVALUATE) -> None:
@@ -50,11 +52,11 @@ class Recording:
         self._runs: list[tuple[int, int, Run]] = []  # the calls that a Run is passed to, its position, and the Run
 
     def __enter__(self) -> Recording:
-        OPEN[get_ident()] = self
+        ACTIVE[get_ident()] = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        del OPEN[get_ident()]
+        del ACTIVE[get_ident()]
         for index, (_, arguments) in enumerate(self.calls):
             self._runs += [(index, position, run) for position, run in enumerate(arguments) if isinstance(run, Run)]
 
@@ -66,20 +68,20 @@ class Recording:
         """
         for index, position, recorded in self._runs:
             function, arguments = self.calls[index]
-            moved = moved_run(recorded, self._run, run)
-            self.calls[index] = function, (*arguments[:position], moved, *arguments[position + 1 :])
+            rebased = rebased_run(recorded, self._run, run)
+            self.calls[index] = function, (*arguments[:position], rebased, *arguments[position + 1 :])
         for function, arguments in self.calls:
             function(*arguments)
 
     def memory(self, *others: Array) -> dict[int, int]:
         """Return the bytes of each array whose memory the calls use, by its identity, without that of ``others``."""
-        theirs = {id(_owner(array)) for array in others}
+        excluded = {id(_owner(array)) for array in others}
         values = (value for _, arguments in self.calls for value in arguments if type(value) is np.ndarray)
         owners = {id(owner): owner.nbytes for owner in map(_owner, values)}
-        return {owner: size for owner, size in owners.items() if owner not in theirs}
+        return {owner: size for owner, size in owners.items() if owner not in excluded}
 
 
-def moved_run(derived: Run, old: Run, new: Run) -> Run:
+def rebased_run(derived: Run, old: Run, new: Run) -> Run:
     """Return what a layer makes of ``new`` as it has made ``derived`` of ``old``."""
     first = new.first_sample + derived.first_sample - old.first_sample
     return replace(derived, seed=new.seed, step=new.step, epoch=new.epoch, first_sample=first)
@@ -93,8 +95,16 @@ def _owner(array: Array) -> Array:
 
 
 def recording_is_on() -> bool:
-    """Tell whether calls are recorded: unless the environment variable MPIZERO_REPLAY is 0."""
-    return os.environ.get("MPIZERO_REPLAY", "1") != "0"
+    """Tell whether calls are recorded: unless the environment variable MPIZERO_REPLAY is 0.
+
+    Raises
+    ------
+    ConfigError
+        If the variable is neither 0 nor 1.
+    """
+    if (value := os.environ.get(_VARIABLE, "1")) not in ("0", "1"):
+        raise ConfigError(f"{_VARIABLE}={value}: expected 1, as it is without, or 0 to repeat nothing from recordings")
+    return value == "1"
 
 
 class RecordedCall:
@@ -113,13 +123,13 @@ class RecordedCall:
     """
 
     def __init__(self) -> None:
-        self._known: list[_Place] = []
+        self._variants: list[_Variant] = []
         self.refused, self.repeated = False, False
 
     def run(
         self,
         function: Callable[[Sequence[Array]], object],
-        places: tuple[Any, ...],
+        operands: tuple[Any, ...],
         scalars: Sequence[Array],
         written: Callable[[], Sequence[Array]],
     ) -> None:
@@ -128,32 +138,32 @@ class RecordedCall:
         Parameters
         ----------
         function : callable
-            Its kernels read the numbers in the arrays that it is given, and arrays that depend on ``places`` alone.
-        places : tuple
+            Its kernels read the numbers in the arrays that it is given, and arrays that depend on ``operands`` alone.
+        operands : tuple
             Arrays, numbers and bytes on which it depends, always as many; few of them differ from call to call.
         scalars : sequence of Array
             Small arrays whose numbers differ from call to call.
         written : callable
             Returns the arrays that the function updates; none if they are too large to be copied for the proof.
         """
-        here = next((one for one in self._known if all(map(_same, places, one.places))), None)
-        if here is None:
-            here = _Place(places)
-            self._known = [here, *self._known[: _MOST_PLACES - 1]]
-        self.repeated = here.recording is not None
-        if here.recording is not None:
-            _write(here.scalars, scalars)
-            here.recording.repeat()
+        variant = next((one for one in self._variants if all(map(_same, operands, one.operands))), None)
+        if variant is None:
+            variant = _Variant(operands)
+            self._variants = [variant, *self._variants[: _MOST_VARIANTS - 1]]
+        self.repeated = variant.recording is not None
+        if variant.recording is not None:
+            _write(variant.scalars, scalars)
+            variant.recording.repeat()
             return
-        here.runs += 1
-        if self.refused or here.runs <= RUNS or not (results := written()):
+        variant.calls += 1
+        if self.refused or variant.calls <= WARM_UP or not (results := written()):
             function(scalars)
         else:
-            self._record(here, function, scalars, results)
+            self._record(variant, function, scalars, results)
 
     def _record(
         self,
-        here: _Place,
+        variant: _Variant,
         function: Callable[[Sequence[Array]], object],
         scalars: Sequence[Array],
         results: Sequence[Array],
@@ -172,21 +182,21 @@ class RecordedCall:
         self.refused = _digests(results) != expected
         _write(results, after)
         if not self.refused:
-            here.scalars, here.recording = own, recording
+            variant.scalars, variant.recording = own, recording
 
 
 @dataclass
-class _Place:
-    """Hold where the arrays of calls lie, how often they have lain there, and the recording with its scalars."""
+class _Variant:
+    """Hold the operands of calls, how often they were the same, and the recording with its scalars."""
 
-    places: tuple[Any, ...]
-    runs: int = 0
+    operands: tuple[Any, ...]
+    calls: int = 0
     scalars: Sequence[Array] = ()
     recording: Recording | None = None
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tell whether two arrays, numbers or bytes are the same place: arrays the same memory, in the same order."""
+    """Tell whether two arrays, numbers or bytes are the same operand: arrays the same memory, in the same order."""
     if one is other or type(one) is not type(other):
         return one is other
     if type(one) is not np.ndarray:
@@ -205,13 +215,13 @@ def _write(arrays: Sequence[Array], contents: Sequence[Array]) -> None:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)``; if a recording is open in this thread, record this call, and none inside it."""
-    if not OPEN or (recording := OPEN.pop(get_ident(), None)) is None:
+    """Return ``function(*arguments)``; while a recording is active in this thread, record it and no call inside it."""
+    if not ACTIVE or (recording := ACTIVE.pop(get_ident(), None)) is None:
         return function(*arguments)
     try:
         result = function(*arguments)
     finally:
-        OPEN[get_ident()] = recording
+        ACTIVE[get_ident()] = recording
     recording.calls.append((function, arguments))
     return result
 
@@ -219,9 +229,9 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 def temporary(size: int, dtype: np.dtype[Any]) -> Array:
     """Return an array of undefined contents that only the next kernel uses.
 
-    While a recording is open, all such arrays share one memory, which stays in the cache.
+    While a recording is active, all such arrays share one memory, which stays in the cache.
     """
-    if not OPEN or (recording := OPEN.get(get_ident())) is None:
+    if not ACTIVE or (recording := ACTIVE.get(get_ident())) is None:
         return np.empty(size, dtype)
     if dtype.char not in recording.workspaces or recording.workspaces[dtype.char].size < size:
         recording.workspaces[dtype.char] = np.empty(size, dtype)

@@ -15,6 +15,7 @@ not repeated before its backward pass has ended; further micro-batches in flight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,13 +26,13 @@ import numpy as np
 
 from mpizero._util.pytree import leaves_of
 from mpizero.errors import CollectiveError, PeerFailure
-from mpizero.kernels.recording import RUNS, Recording, moved_run, recording_is_on
+from mpizero.kernels.recording import WARM_UP, Recording, rebased_run, recording_is_on
 from mpizero.layout.flat import flat_names
 from mpizero.nn import fields, layers, transformer
 from mpizero.nn.layer import Wrapper
 from mpizero.types import EVALUATE, Array, Layer, Params, Run
 
-#: Layers that compute by kernels and recorded calls alone, from input, gradient, parameters and place of the samples.
+#: Layers that compute by kernels and recorded calls alone, from input, gradient, parameters and numbers of the samples.
 KNOWN: frozenset[type] = frozenset(
     {
         layers.Linear,
@@ -56,10 +57,10 @@ KNOWN: frozenset[type] = frozenset(
         transformer.LanguageHead,
     }
 )
-#: Bytes that the forward recordings of a block may use. Blocks with more take too long for Python to matter.
+#: Bytes of a block's recordings up to which passes are recorded. Blocks with more take too long for Python to matter.
 LIMIT = 4 << 20
-#: Recordings of a block: one for each place of its input, of its output's gradient and of its parameters' gradients.
-_PLACES = 64
+#: Recorded passes of a block, one for each array of its input; of each, backward passes, and targets of gradients.
+_MOST_PASSES = 64
 
 
 def is_known(layer: Any) -> bool:
@@ -146,10 +147,10 @@ class RecordedBlock:
         self.stands_for, self.model = layer, model
         self._copies_output, self._copies_gradient = copies
         self.refused, self.last = "", "called"
-        self._seen: dict[Any, int] = {}
+        self._counts: dict[Any, float] = {}
         self._free: dict[Any, list[_Pass]] = {}
         self.memory: dict[int, int] = {}
-        self._made = 0
+        self._passes = 0
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
         """Return the output for ``x``, and the cache that the backward pass takes."""
@@ -195,26 +196,26 @@ class RecordedBlock:
 
     def _may_record(self, form: Any) -> bool:
         """Count a pass with inputs of this form, which is not repeated, and tell whether to record it."""
-        self._seen[form] = seen = self._seen.get(form, 0) + 1
-        return seen > RUNS and self._made < _PLACES
+        self._counts[form] = count = self._counts.get(form, 0) + 1
+        return count > WARM_UP and self._passes < _MOST_PASSES
 
     def _record(self, key: Any, params: Params, x: Array, run: Run) -> tuple[Any, Any] | None:
         """Do as :meth:`forward`, and record it; return None if the recording is refused."""
-        self._made += 1
-        made = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
-        y, inner = made.y, made.cache
-        used = self.memory | made.calls.memory(*(value for _, value in flat_names(params)))
+        self._passes += 1
+        recorded = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
+        y, inner = recorded.y, recorded.cache
+        used = self.memory | recorded.calls.memory(*(value for _, value in flat_names(params)))
         if sum(used.values()) > LIMIT or type(y) is not np.ndarray:
-            self._seen[key[0]] = -(1 << 62)  # never again
+            self._counts[key[0]] = -math.inf  # never again
             return y, (None, inner)
         self.memory = used
-        made.prove()
+        recorded.prove()
         if self.refused:
             return None
         self.model.owned[id(y)] = y
         if not run.training:
-            self._free.setdefault(key, []).append(made)
-        return y.copy() if self._copies_output else y, (made, inner)
+            self._free.setdefault(key, []).append(recorded)
+        return y.copy() if self._copies_output else y, (recorded, inner)
 
     def refuse(self, why: str) -> None:
         """Record nothing from now on, for the reason ``why``."""
@@ -258,7 +259,7 @@ class _Pass:
     @property
     def cache(self) -> Any:
         """The cache of the last pass."""
-        return self._cache if self._run is self._recorded else _moved(self._cache, self._recorded, self._run)
+        return self._cache if self._run is self._recorded else _rebased(self._cache, self._recorded, self._run)
 
     def repeat(self, x: Array, run: Run) -> tuple[Array, Any]:
         """Compute the output for ``x``; return it and the cache of the block."""
@@ -272,21 +273,21 @@ class _Pass:
         """Do as :meth:`RecordedBlock.backward_input`; the second result is a :class:`_Backward` if it is recorded."""
         owned = self._block.model.owned
         key = id(params), id(dy) if id(dy) in owned else 0
-        if (made := self._backward.get(key)) is not None:
-            if dy is not made.dy:
-                np.copyto(made.dy, dy)
-            made.calls.repeat(self._run)
-            return made.dx, made
-        if type(dy) is not np.ndarray or len(self._backward) >= _PLACES:
+        if (back := self._backward.get(key)) is not None:
+            if dy is not back.dy:
+                np.copyto(back.dy, dy)
+            back.calls.repeat(self._run)
+            return back.dx, back
+        if type(dy) is not np.ndarray or len(self._backward) >= _MOST_PASSES:
             return self._layer.backward_input(params, self.cache, dy)
         dy, calls = dy if key[1] else dy.copy(), Recording(self._block.model.workspaces, self._run)
         with calls:
             dx, pending = self._layer.backward_input(params, self.cache, dy)
-        made = self._backward[key] = _Backward(params, dy, dx, pending, calls, {})
+        back = self._backward[key] = _Backward(params, dy, dx, pending, calls, {})
         self._block.memory |= calls.memory(*(value for _, value in flat_names(params)))
         if dx is not None:
             owned[id(dx)] = dx
-        return dx, made
+        return dx, back
 
     def backward_weights(self, params: Params, pending: Any, grads: Params) -> None:
         """Do as :meth:`RecordedBlock.backward_weights`, with the second result of :meth:`backward_input`."""
@@ -294,12 +295,12 @@ class _Pass:
             self._layer.backward_weights(params, self.cache, pending, grads)
         elif params is not pending.params:
             self._layer.backward_weights(params, self.cache, pending.pending, grads)
-        elif (made := pending.weights.get(id(grads))) is not None:
-            made[1].repeat(self._run)
+        elif (target := pending.weights.get(id(grads))) is not None:
+            target[1].repeat(self._run)
         else:
             with (calls := Recording(self._block.model.workspaces, self._run)):
                 self._layer.backward_weights(params, self.cache, pending.pending, grads)
-            if len(pending.weights) < _PLACES:
+            if len(pending.weights) < _MOST_PASSES:
                 pending.weights[id(grads)] = grads, calls
                 self._block.memory |= calls.memory(*(value for _, value in flat_names({"p": params, "g": grads})))
                 self._prove_backward(pending, grads, calls)
@@ -309,7 +310,7 @@ class _Pass:
         x, before, run = self._x, self._x.copy(), self._run
         other = replace(run, step=run.step + 1, first_sample=run.first_sample + len(x))
         with self._trial([(x, before)]):
-            x[...] = _others(x)
+            x[...] = _trial_values(x)
             y, cache = self._layer.forward(self._params, x.copy(), other)
             self.y.fill(np.nan)
             self.calls.repeat(other)
@@ -322,7 +323,7 @@ class _Pass:
         """Refuse the block if the recordings of the backward pass differ from the layer, for another gradient."""
         views = dict(flat_names(grads))
         with self._trial([(array, array.copy()) for array in (back.dy, *views.values())]):
-            back.dy[...] = _others(back.dy)
+            back.dy[...] = _trial_values(back.dy)
             for view in views.values():
                 view.fill(np.nan)  # what the layer does not write, because it is frozen, the recording must not, either
             dx = self._layer.backward(back.params, self.cache, back.dy.copy(), grads)
@@ -362,24 +363,24 @@ class _Pass:
                 self._block.refuse(f"{what} of {type(self._layer).__name__} differs when its kernels are repeated")
 
 
-def _moved(cache: Any, old: Run, new: Run) -> Any:
+def _rebased(cache: Any, old: Run, new: Run) -> Any:
     """Return a cache of the pass with ``old`` as one of the pass with ``new``: with other seeds and sample numbers."""
     if isinstance(cache, Run):
-        return moved_run(cache, old, new)
+        return rebased_run(cache, old, new)
     if isinstance(cache, tuple) and not hasattr(cache, "_fields"):
-        return tuple(_moved(part, old, new) for part in cache)
-    return [_moved(part, old, new) for part in cache] if isinstance(cache, list) else cache
+        return tuple(_rebased(part, old, new) for part in cache)
+    return [_rebased(part, old, new) for part in cache] if isinstance(cache, list) else cache
 
 
 def _arrays(cache: Any) -> list[Array]:
     return [leaf for leaf in leaves_of(cache) if isinstance(leaf, np.ndarray)]
 
 
-def _others(x: Array) -> Array:
+def _trial_values(x: Array) -> Array:
     """Return other numbers of the kind of those in ``x``: integers in another order, floats with a ramp added."""
     turned = x.reshape(-1)[::-1].reshape(x.shape)
     if x.dtype.kind != "f":
         return turned
     ramp = np.linspace(-1, 1, x.size, dtype=x.dtype).reshape(x.shape)
-    others: Array = turned * x.dtype.type(0.5) + ramp
-    return others
+    values: Array = turned * x.dtype.type(0.5) + ramp
+    return values

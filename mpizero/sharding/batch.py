@@ -863,8 +863,7 @@ class GrainScalars:
         flags = {status & (1 << _STATUS_BITS) - 1 for status in statuses}
         if _FAILED in flags:
             self._fail_together()
-        if size > 1:
-            self._same_rate(gathered[:, -1])
+        self._same_rate(gathered[:, -1])
         problems = self._named() if _BAD in flags else ()
         rows = gathered[:, :-1].reshape(-1, 4)
         rows = rows[rows[:, 0] >= 0]

@@ -45,7 +45,7 @@ from mpizero.types import Array, ParameterSpec
 if TYPE_CHECKING:
     from mpizero.optim.minimizers import VectorSolver
 
-#: Elements up to which a rank's updates are recorded: a trial copies them, and the more there are, the less Python matters.
+#: Elements up to which a rank's updates are recorded: a trial copies them, and Python matters less for more.
 _MOST_RECORDED = 1 << 21
 
 

@@ -296,17 +296,24 @@ def test_an_optimizer_of_the_user_is_called_once_a_step():
 
 
 def test_memory_and_number_of_recordings_have_a_limit(monkeypatch):
-    monkeypatch.setattr(recorded, "_PLACES", 4)
+    monkeypatch.setattr(recorded, "_MOST_PASSES", 4)
     with mz.distribute(mlp(), None) as model:
         for length in [*range(1, 9), *range(1, 9)] * 2:
             model.predict(NUMBERS[0, 0, :length])
         block = model._engine.runner.blocks["output"]
-        assert block._made == 4
+        assert block._passes == 4
     monkeypatch.setattr(recorded, "LIMIT", 100)
     with mz.distribute(mlp(), mz.SGD(lr=0.1)) as model:
         for x, y in zip(*NUMBERS, strict=True):
             model.train(x, y)
         assert model.metadata().recordings["hidden.0"] == "called"
+
+
+@pytest.mark.parametrize("value", ["off", "false", "", "2"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch, value):
+    monkeypatch.setenv("MPIZERO_REPLAY", value)
+    with pytest.raises(mz.errors.ConfigError, match=f"MPIZERO_REPLAY={value}: expected 1"):
+        mz.distribute(mlp(), mz.SGD(lr=0.1))
 
 
 def test_a_call_inside_a_recorded_call_is_not_recorded_twice():
@@ -319,7 +326,7 @@ def test_a_call_inside_a_recorded_call_is_not_recorded_twice():
     with recording.Recording() as calls:
         recording.call(twice, total)
     assert len(calls.calls) == 1
-    assert not recording.OPEN
+    assert not recording.ACTIVE
     calls.repeat()
     assert total.tolist() == [4, 4, 4]
 
