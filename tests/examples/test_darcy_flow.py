@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpizero.testing import run_in_threads
+from tests.support.cut_examples import assert_draws, assert_same_on_cuts
 
 pytestmark = pytest.mark.slow
 
@@ -49,10 +49,7 @@ def test_the_operator_learns_and_says_so(program, capsys):
 
 def test_parameters_and_errors_have_the_same_bits_on_any_cut(program):
     options = ["--small", "--steps", "2"]
-    alone = program.main(options, "self")
-    for ranks, domain in ((4, "2 2"), (3, "1 3"), (4, "2 1"), (2, "1 1")):
-        run = [*options, "--domain", *domain.split()]
-        assert set(run_in_threads(ranks, lambda comm, run=run: program.main(run, comm))) == {alone}
+    assert_same_on_cuts(program, options, ((4, "2 2"), (3, "1 3"), (4, "2 1"), (2, "1 1")))
 
 
 def test_no_steps_are_refused(program, capsys):
@@ -64,5 +61,4 @@ def test_no_steps_are_refused(program, capsys):
 def test_a_picture_is_drawn_of_a_cut_field(program, tmp_path):
     pytest.importorskip("matplotlib")
     options = ["--small", "--steps", "1", "--domain", "2", "1"]
-    run_in_threads(2, lambda comm: program.main([*options, "--picture", str(tmp_path / "flow.svg")], comm))
-    assert "<svg" in (tmp_path / "flow.svg").read_text(encoding="utf-8")
+    assert_draws(program, options, 2, tmp_path / "flow.svg")

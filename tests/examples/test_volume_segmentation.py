@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpizero.testing import run_in_threads
+from tests.support.cut_examples import assert_draws, assert_same_on_cuts
 
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "gallery" / "volume_segmentation.py"
@@ -52,10 +52,7 @@ def test_the_network_learns_shapes_and_says_so(program, capsys):
 
 def test_parameters_and_overlaps_have_the_same_bits_on_any_cut(program):
     options = ["--extent", "17", "--steps", "2"]
-    alone = program.main(options, "self")
-    for ranks, domain in ((4, "2 2 1"), (4, "1 1 2"), (3, "1 1 1")):
-        run = [*options, "--domain", *domain.split()]
-        assert set(run_in_threads(ranks, lambda comm, run=run: program.main(run, comm))) == {alone}
+    assert_same_on_cuts(program, options, ((4, "2 2 1"), (4, "1 1 2"), (3, "1 1 1")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
@@ -82,6 +79,4 @@ def test_options_out_of_range_are_refused(program, capsys, wrong):
 def test_a_picture_is_drawn_of_a_cut_plane(program, tmp_path):
     pytest.importorskip("matplotlib")
     options = ["--extent", "16", "--steps", "1", "--domain", "2", "1", "2"]
-    run_in_threads(4, lambda comm: program.main([*options, "--picture", str(tmp_path / "volume.svg")], comm))
-    assert [path.name for path in tmp_path.iterdir()] == ["volume.svg"]
-    assert "<svg" in (tmp_path / "volume.svg").read_text(encoding="utf-8")
+    assert_draws(program, options, 4, tmp_path / "volume.svg")
