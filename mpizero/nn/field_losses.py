@@ -136,9 +136,16 @@ class FieldLoss:
                 "averages over elements, such as MeanSquaredError, or RelativeL2Loss or CrossEntropy"
             )
         if self.weights is not None:
-            checked = tuple(require("FieldLoss: weights", float(weight), number()) for weight in self.weights)
-            require("FieldLoss: the sum of the weights", sum(checked), number(above=True))
-            object.__setattr__(self, "weights", checked)
+            checked = np.atleast_1d(np.array(self.weights, object))
+            if checked.ndim > 1 or not all(isinstance(one, int | float | np.number) for one in checked):
+                given = " ".join(repr(self.weights).split())
+                raise ConfigError(
+                    f"FieldLoss: weights={given:.80}: expected a number for each position along the first axis"
+                )
+            object.__setattr__(
+                self, "weights", tuple(require("FieldLoss: weights", float(one), number()) for one in checked)
+            )
+            require("FieldLoss: the sum of the weights", sum(self.weights), number(above=True))
 
     @property
     def _space(self) -> Space:

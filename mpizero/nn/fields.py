@@ -72,8 +72,8 @@ def require_shape(shape: Sequence[int | str], channels: int | None, where: str, 
 
 
 def on_each(setting: Any, axes: int) -> tuple[Any, ...]:
-    """Return a setting for each of ``axes`` axes of space: a tuple as it is, anything else repeated."""
-    return setting if isinstance(setting, tuple) else (setting,) * axes
+    """Return a setting for each of ``axes`` axes of space: those of a tuple or list, anything else repeated."""
+    return tuple(setting) if isinstance(setting, tuple | list) else (setting,) * axes
 
 
 def _per_axis(value: Any) -> PerAxis:

@@ -569,14 +569,13 @@ class RelativeL2Loss:
         slopes = xp.where(counted & (errors > 0), factors / xp.where(errors > 0, errors, 1.0), 0.0)
         return loss, float(weights.sum()), slopes
 
-    @staticmethod
-    def _require_size(sizes: Array, weights: Array) -> None:
-        zero = (sizes == 0) & (weights != 0)
+    def _require_size(self, sizes: Array, weights: Array) -> None:
+        zero, where = (sizes == 0) & (weights != 0), type(self).__name__
         if bool(zero.any()):
             raise DataError(
-                f"RelativeL2Loss: the target of sample {int(zero.argmax())} of {len(sizes)} given together is 0 "
-                "everywhere, so no error is relative to it; leave the sample out by a mask, or give the loss an eps, "
-                "such as RelativeL2Loss(eps=1e-8)"
+                f"{where}: the target of sample {int(zero.argmax())} of {len(sizes)} given together is 0 everywhere, "
+                "so no error is relative to it; leave the sample out by a mask, or give the loss an eps, such as "
+                f"{where}(eps=1e-8)"
             )
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:

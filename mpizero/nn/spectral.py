@@ -353,7 +353,9 @@ class FNOLift(Wrapper, FieldLayer):
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the layers' output, and their cache."""
         require_numbers(x, "FNO")
-        x = require_field(x.astype(params["first"]["weight"].dtype, copy=False), None, "FNO")
+        first: Any = self.layer.children()["first"]
+        inputs = first.inputs - self.coordinates * len(first.kernel)
+        x = require_field(x.astype(params["first"]["weight"].dtype, copy=False), inputs, "FNO", first.kernel)
         if self.coordinates:
             extents = self._space.extents(x, self)
             fields = [x]

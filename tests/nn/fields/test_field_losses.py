@@ -152,6 +152,13 @@ def test_a_sample_that_a_mask_leaves_out_whole_does_not_count(rng):
     [
         (lambda: nn.FieldLoss(nn.MeanSquaredError(), weights=[1, -1]), r"weights=-1\.0: expected a finite number >= 0"),
         (lambda: nn.FieldLoss(nn.MeanSquaredError(), weights=[0, 0]), "the sum of the weights=0.0"),
+        *(
+            (
+                lambda wrong=wrong: nn.FieldLoss(nn.MeanSquaredError(), weights=wrong),
+                "weights=.*: expected a number for",
+            )
+            for wrong in ("abc", [1.0, None], np.ones((2, 2)))
+        ),
         (lambda: nn.H1Loss(lengths=0), "lengths=0"),
         (lambda: nn.H1Loss(periodic=1), "periodic=1"),
         (lambda: nn.H1Loss().forward(np.zeros((1, 2)), np.zeros((1, 2))), r"loss=mpizero\.nn\.FieldLoss\(H1Loss"),
@@ -160,6 +167,13 @@ def test_a_sample_that_a_mask_leaves_out_whole_does_not_count(rng):
 def test_settings_that_are_not_allowed_are_told(make, why):
     with pytest.raises(ConfigError, match=why):
         make()
+
+
+@pytest.mark.parametrize("loss", [nn.RelativeL2Loss(), nn.H1Loss()])
+def test_a_target_of_zeros_is_told_by_the_name_of_the_loss(loss):
+    name = type(loss).__name__
+    with pytest.raises(DataError, match=rf"^{name}: the target of sample 0 of 1 .* such as {name}\(eps"):
+        nn.FieldLoss(loss).forward(np.ones((1, 4, 1)), np.zeros((1, 4, 1)))
 
 
 def test_weights_and_lengths_of_other_fields_are_told():

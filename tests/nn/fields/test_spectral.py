@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import product
 from typing import Any
 
@@ -127,6 +128,14 @@ def test_a_field_with_fewer_positions_than_modes_is_told():
         nn.SpectralConv(1, 1, (4, 5)).forward({"weight": np.zeros((4, 3, 2, 1, 1))}, np.zeros((1, 4, 4, 1)))
     with pytest.raises(DataError, match="modes="):
         nn.FNO(1, 1, modes=8, space=(8, 7))
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8, 1), (1, 8, 8, 8, 2), (1, 8, 2)])
+def test_a_field_of_other_axes_or_channels_is_told_as_the_user_gave_it(shape):
+    net = nn.FNO(2, 1, 2, modes=[2, 2], width=4)
+    params = {"first": {"weight": np.zeros((1, 1, 4, 8), np.float32)}}
+    with pytest.raises(DataError, match=re.escape(f"two axes of space, 2), the input has shape {shape}")):
+        net.blocks["lift"].forward(params, np.zeros(shape))
 
 
 def make(axes: int = 2, **changes: Any) -> nn.FNO:
