@@ -97,11 +97,6 @@ class SampleTree:
         builds = [build for build, _ in parts]
         return cls(tuple(walk.leaves), tuple(walk.paths), form, "", lambda leaves: tuple(b(leaves) for b in builds))
 
-    @classmethod
-    def nothing(cls) -> SampleTree:
-        """Return a tree without arrays."""
-        return cls((), (), "", "", lambda leaves: ())
-
     @property
     def named(self) -> Iterator[tuple[str, Array]]:
         """Iterator over pairs of a path and its array."""

@@ -109,8 +109,6 @@ def as_rows(x: Array, features: int, dtype: np.dtype[Any], where: str) -> Array:
     if x.shape[-1:] != (features,):
         raise DataError(f"{where}: takes {features} features on the last axis, the input has shape {tuple(x.shape)}")
     rows = x.reshape(-1, features) if x.size else x.reshape(int(np.prod(x.shape[:-1])), features)
-    if type(rows) is np.ndarray and rows.flags.c_contiguous and rows.dtype == dtype:  # as usual
-        return rows
     return contiguous(rows, dtype)
 
 

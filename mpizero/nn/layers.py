@@ -579,8 +579,8 @@ class Dropout(Layer):
         return y
 
     def _draw(self, x: Array, y: Array, run: Run, window: SamplePart) -> None:
-        place = run.seed, self.site, run.step, run.first_sample, x.size // x.shape[0]
-        kernels.backend(x).reduction.dropout(x.reshape(-1), y.reshape(-1), vector(x, self.rate), *place, *window)
+        counters = run.seed, self.site, run.step, run.first_sample, x.size // x.shape[0]
+        kernels.backend(x).reduction.dropout(x.reshape(-1), y.reshape(-1), vector(x, self.rate), *counters, *window)
 
     def mask_pieces(self, x: Array, run: Run, pieces: Pieces) -> Array:
         """Return a copy of ``x`` (samples, positions, ...) with the mask applied; ``x`` must not be empty.

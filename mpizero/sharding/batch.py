@@ -175,7 +175,7 @@ def redistribute(
     )
 
 
-_NO_SAMPLES = SampleTree.nothing()
+_NO_SAMPLES = SampleTree((), (), "", "", lambda leaves: ())
 
 
 class _RankBatch:

@@ -618,7 +618,7 @@ class CheckedMicroBatch:
         copy of it if it shares memory with the block's gradients, which the next block may overwrite.
         """
         begun = self.timeline.begin()
-        parts = () if self.batch.grain is None else self.batch.flat_gradients(unit, block)
+        parts = self._parts(unit, block)
         dx = apart(dx, parts)
         self._accumulate(unit, block, self._written[unit.index][block], parts)
         self.timeline.end("local sums", block, begun)
@@ -636,9 +636,12 @@ class CheckedMicroBatch:
                 self.compute_device.done(unit, written)
             for block, views in reversed(written.items()):  # the last one came first
                 if block not in self._accumulated:
-                    parts = () if self.batch.grain is None else self.batch.flat_gradients(unit, block)
-                    self._accumulate(unit, block, views, parts)
+                    self._accumulate(unit, block, views, self._parts(unit, block))
             self.batch.reduce(unit)
+
+    def _parts(self, unit: Unit, block: str) -> Sequence[Array]:
+        """Return the ranges that hold a block's gradients; none without samples."""
+        return () if self.batch.grain is None else self.batch.flat_gradients(unit, block)
 
     def _accumulate(self, unit: Unit, block: str, views: Any, parts: Sequence[Array]) -> None:
         self._check(block, views, parts)
