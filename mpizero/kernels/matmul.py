@@ -80,6 +80,8 @@ def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], o
 
 def _by_numpy(chosen: KernelProducts | BlasLibrary | None, a: Array, b: Array, out: Array | None) -> Array:
     """Multiply by NumPy; where the kernel multiplies otherwise, count it, and say so once."""
+    if out is None and a.ndim == b.ndim == 2:
+        out = np.empty((a.shape[0], b.shape[1]), np.result_type(a, b))
     result: Array = np.matmul(a, b) if out is None else recording.call(np.matmul, a, b, out)
     if isinstance(chosen, KernelProducts):
         what = f"NumPy multiplies {a.dtype} with {a.ndim} axes by {b.dtype} with {b.ndim}"

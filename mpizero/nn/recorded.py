@@ -63,10 +63,12 @@ LIMIT = 4 << 20
 _MOST_PASSES = 64
 
 
-def is_known(layer: Any) -> bool:
-    """Tell whether the passes of a layer, and of all layers that it is made of, can be recorded."""
+def unrecordable(layer: Any) -> str:
+    """Return the name of the class for which a layer cannot be recorded: its own or a child's; "" if it can be."""
+    if type(layer) not in KNOWN:
+        return type(layer).__name__
     parts = [layer.layer] if isinstance(layer, Wrapper) else layer.children().values()
-    return type(layer) in KNOWN and all(map(is_known, parts))
+    return next(filter(None, map(unrecordable, parts)), "")
 
 
 class RecordedBlocks(dict[str, Any]):
@@ -88,7 +90,9 @@ class RecordedBlocks(dict[str, Any]):
         self.owned: dict[int, Array] = {}
         self.workspaces: dict[str, Array] = {}
         self.thread = get_ident()
-        known = [recording_is_on() and is_known(layer) for layer in blocks.values()]
+        off = "" if recording_is_on() else "MPIZERO_REPLAY=0"
+        self._reasons = {name: off or unrecordable(layer) for name, layer in blocks.items()}
+        known = [not reason for reason in self._reasons.values()]
         ours = type(loss).__module__.startswith("mpizero.")
         neighbours = zip(blocks.items(), known, [False, *known], [*known[1:], ours], strict=False)
         super().__init__(
@@ -112,11 +116,10 @@ class RecordedBlocks(dict[str, Any]):
 
     def status(self) -> dict[str, str]:
         """Say how each block's last training pass was computed: "repeated", "called", or why it is not recorded."""
-        found = {}
-        for name, block in self.items():
-            recorded = isinstance(block, RecordedBlock)
-            found[name] = (block.refused or block.last) if recorded else f"called: {type(block).__name__}"
-        return found
+        return {
+            name: f"called: {reason}" if reason else getattr(self[name], "status", "called")
+            for name, reason in self._reasons.items()
+        }
 
 
 class RecordedBlock:
@@ -125,7 +128,7 @@ class RecordedBlock:
     Parameters
     ----------
     layer : Layer
-        The block; :func:`is_known` is true of it.
+        The block, of which :func:`unrecordable` names no class.
     model : RecordedBlocks
         All blocks of the model.
     copies : (bool, bool)
@@ -137,8 +140,9 @@ class RecordedBlock:
         The layer.
     refused : str
         Why the block is no longer recorded; "" if it is.
-    last : str
-        "repeated" if the last forward pass of a training step was repeated from a recording, else "called".
+    status : str
+        "repeated" if the last forward pass of a training step was repeated from a recording, else "called", and why if
+        the block is no longer recorded.
     memory : dict of int to int
         The bytes of the arrays that the recordings use, by their identity; without parameters and their gradients.
     """
@@ -146,7 +150,7 @@ class RecordedBlock:
     def __init__(self, layer: Layer, model: RecordedBlocks, copies: tuple[bool, bool]) -> None:
         self.stands_for, self.model = layer, model
         self._copies_output, self._copies_gradient = copies
-        self.refused, self.last = "", "called"
+        self.refused, self.status = "", "called"
         self._counts: dict[Any, float] = {}
         self._free: dict[Any, list[_Pass]] = {}
         self.memory: dict[int, int] = {}
@@ -159,12 +163,12 @@ class RecordedBlock:
             key = (form, id(params), id(x) if id(x) in self.model.owned else 0)
             if free := self._free.get(key):
                 y, cache = (free.pop() if run.training else free[-1]).repeat(x, run)
-                self.last = "repeated" if run.training else self.last
+                self.status = "repeated" if run.training else self.status
                 return y.copy() if self._copies_output else y, cache
             if self._may_record(form) and (recorded := self._record(key, params, x, run)) is not None:
                 return recorded
         if run.training:
-            self.last = "called"
+            self.status = f"called: {self.refused}" if self.refused else "called"
         y, cache = self.stands_for.forward(params, x, run)
         return y, (None, cache)
 
@@ -219,7 +223,7 @@ class RecordedBlock:
 
     def refuse(self, why: str) -> None:
         """Record nothing from now on, for the reason ``why``."""
-        self.refused = f"called: {why}"
+        self.refused = why
 
 
 @dataclass
