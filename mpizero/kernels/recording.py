@@ -74,7 +74,7 @@ class Recording:
             function(*arguments)
 
     def memory(self, *others: Array) -> dict[int, int]:
-        """Return the bytes of each array whose memory the calls use, by its identity, without that of ``others``."""
+        """Return the sizes in bytes of the arrays that the calls use, by identity; memory of ``others`` is left out."""
         excluded = {id(_owner(array)) for array in others}
         values = (value for _, arguments in self.calls for value in arguments if type(value) is np.ndarray)
         owners = {id(owner): owner.nbytes for owner in map(_owner, values)}
@@ -82,7 +82,7 @@ class Recording:
 
 
 def rebased_run(derived: Run, old: Run, new: Run) -> Run:
-    """Return what a layer makes of ``new`` as it has made ``derived`` of ``old``."""
+    """Return ``derived``, made by a layer of the recorded pass's ``old``, with samples and step of ``new``."""
     first = new.first_sample + derived.first_sample - old.first_sample
     return replace(derived, seed=new.seed, step=new.step, epoch=new.epoch, first_sample=first)
 

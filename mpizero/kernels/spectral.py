@@ -41,7 +41,7 @@ Bases = tuple[Array, Array, Array]
 
 @functools.lru_cache(maxsize=256)
 def turns(period: int) -> tuple[Array, Array]:
-    """Return cosine and sine of 0, 1, ..., ``period - 1`` parts of ``period`` of a turn, in float64."""
+    """Return the cosines and the sines of ``2 pi k / period`` for k = 0, 1, ..., ``period - 1``, in float64."""
     cosines, sines = np.empty((2, period))
     _turns(cosines, sines)
     return cosines, sines

@@ -212,7 +212,7 @@ class Activation(Layer):
     of_output: ClassVar[bool] = False
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Apply the activation to every element; return the result and the cache: ``x`` or, ``of_output``, it again."""
+        """Apply the activation to every element; return the result and the cache: ``x`` (``of_output``: the result)."""
         require_floats(x, type(self).__name__)
         xp = namespace(x)
         x = contiguous(x)

@@ -64,7 +64,7 @@ _MOST_PASSES = 64
 
 
 def unrecordable(layer: Any) -> str:
-    """Return the name of the class for which a layer cannot be recorded: its own or a child's; "" if it can be."""
+    """Return the name of the class, a layer's or a child's, that keeps it from being recorded; "" if none does."""
     if type(layer) not in KNOWN:
         return type(layer).__name__
     parts = [layer.layer] if isinstance(layer, Wrapper) else layer.children().values()
@@ -103,7 +103,7 @@ class RecordedBlocks(dict[str, Any]):
         )
 
     def released(self, value: Any) -> Any:
-        """Return ``value`` or, if it is an array that a recording owns, a copy."""
+        """Return ``value``, copied if it is an array that a recording owns and overwrites."""
         return value.copy() if id(value) in self.owned else value
 
     @property
@@ -123,7 +123,7 @@ class RecordedBlocks(dict[str, Any]):
 
 
 class RecordedBlock:
-    """Run a block's passes from recordings where it can; it has the methods of the layer that a runner calls.
+    """Run a block's passes, repeated from recordings where there are any; it has the layer's methods that runners call.
 
     Parameters
     ----------

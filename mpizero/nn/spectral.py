@@ -231,7 +231,7 @@ class SpectralConv(FieldLayer):
         one, two, three = missing + found
         return one, two, three
 
-    def _own(self) -> slice:
+    def _frequencies(self) -> slice:
         """Return this rank's frequencies of the last axis."""
         return self._space.shards(self.modes[-1] // 2 + 1)[self._space.rank]
 
@@ -246,7 +246,7 @@ class SpectralConv(FieldLayer):
         The former is divided by the number of positions. In the latter a frequency stands for its conjugate, too, but
         for 0 and for half of the period.
         """
-        periods, own = self.periods(extents), self._own()
+        periods, own = self.periods(extents), self._frequencies()
         if not inverse:
             return np.full(own.stop - own.start, 1 / prod(periods), dtype)
         return np.array([1 + (0 < 2 * k < periods[-1]) for k in range(own.start, own.stop)], dtype)
@@ -260,7 +260,7 @@ class SpectralConv(FieldLayer):
 
     def _field(self, modes: Array, extents: Sequence[int], inverse: bool, start: Array | None, tag: str) -> Array:
         """Return the adjoint of :meth:`_transform`, added to ``start`` if there is one."""
-        own = _to_sums(modes, self._factors(extents, modes.dtype, inverse), self._own().start == 0)
+        own = _to_sums(modes, self._factors(extents, modes.dtype, inverse), self._frequencies().start == 0)
         sums = self._space.all_gather(own, 3, self._functions(), tag)
         field = synthesize(sums, self._bases(extents, modes.dtype), None if start is None else with_three_axes(start))
         return field.reshape(len(sums), *self._space.shape(extents), sums.shape[-1])
@@ -268,13 +268,13 @@ class SpectralConv(FieldLayer):
     def _weights(self, params: Params) -> Array:
         """Return the weights of this rank's modes, (modes, 2, inputs, outputs)."""
         weight = params["weight"]
-        own = weight.reshape(prod(self.modes[:-1]), *weight.shape[-4:])[:, self._own()]
+        own = weight.reshape(prod(self.modes[:-1]), *weight.shape[-4:])[:, self._frequencies()]
         return np.ascontiguousarray(own).reshape(prod(own.shape[:2]), *weight.shape[-3:])
 
     def _by_axis(self, products: Array) -> Array:
         """Return modes from the products (modes, 2 samples, channels)."""
         one, two, _ = self._three
-        own = self._own()
+        own = self._frequencies()
         shape = one, two, own.stop - own.start, 2, products.shape[1] // 2, products.shape[2]
         return products.reshape(shape).transpose(3, 4, 0, 1, 2, 5)
 
@@ -311,7 +311,7 @@ class SpectralConv(FieldLayer):
         left = cache[0].swapaxes(1, 2)
         products = mode_products(left, right.reshape(*left.shape[::2], self.outputs))
         target = grads["weight"]
-        shape, own = (prod(self.modes[:-1]), *target.shape[-4:]), self._own()
+        shape, own = (prod(self.modes[:-1]), *target.shape[-4:]), self._frequencies()
         whole = np.zeros(shape, target.dtype)
         whole[:, own] = products.reshape(whole[:, own].shape)
         target[...] = whole.reshape(target.shape)
