@@ -171,6 +171,8 @@ class KernelProducts:
             return False
         if not (a.dtype == b.dtype == dtype and dtype.isnative and out.flags.writeable):
             return False
+        if columns == 1 and out.strides[0] == out.itemsize:  # a tile's columns are then filled by the rows
+            a, b, out = b.T, a.T, out.T
         work = rows * depth * columns
         if work >= 2 * _WORTH_A_THREAD and (parts := threads_for(work)) > 1:
             self._in_parts(a, b, out, parts)
