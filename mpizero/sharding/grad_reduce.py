@@ -542,6 +542,7 @@ class AllReduceBuffer:
         apart = 1 if scratch else accumulate  # with scratch memory, micro-batches are added in their grain's row
         self.grain_sum = MicroBatchSum(allocator, self.layout.gradient_size, self.dtype, apart)
         self._views: dict[tuple[int | None, int, str | None], Any] = {}  # by row, unit and block; None is all blocks
+        self._sums: dict[Any, list[tuple[int, Array, list[Array]]]] = {}  # by rows, step, unit and block
         self._planned = lru_cache(CACHED_PLANS)(partial(grid_rows_plan, self.grid, scratch=scratch == "grains"))
         self._reserved: set[int] = set()
         self._plan: RowsPlan | None = None
@@ -639,24 +640,30 @@ class AllReduceBuffer:
 
         After the grain's last micro-batch, that sum is added to the rows that ``step`` names.
         """
-        base, later = self.layout.gradient_bases[unit.index], number > 0 and self._scratch_use is not None
-        parts = self.parts_of(None if later else step.row, unit, block)
-        for span, part in zip(unit.gradient_ranges[block], parts, strict=True):
-            start, stop = span.shift(base)
+        later = number > 0 and self._scratch_use is not None
+        added = self.parts_of(None, unit, block) if later else ()
+        for index, (start, part, totals) in enumerate(self._sums_of(step, unit, block)):
             if later:
-                assert step.row is not None
-                first = self.row(step.row)[start:stop]
-                first += part
-                part = first
+                part += added[index]
             self.grain_sum.add(part, start, number)
             if last:
                 self.grain_sum.finish(part, start)
                 self.exchange.round_gradients(part, start)
-                for target in step.targets:
-                    total = self.row(target)[start:stop]
+                for total in totals:
                     total += part
                     self.exchange.round_gradients(total, start)
                     part = total
+
+    def _sums_of(self, step: FoldStep, unit: Unit, block: str) -> list[tuple[int, Array, list[Array]]]:
+        """Return, for each range of ``block``: its index in a row, its part of ``step.row``, and of each target row."""
+        key = self.window.shape[0], step.row, step.targets, unit.index, block
+        if key not in self._sums:
+            spans = [span.shift(self.layout.gradient_bases[unit.index]) for span in unit.gradient_ranges[block]]
+            self._sums[key] = [
+                (span.start, part, [self.row(target)[span.start : span.stop] for target in step.targets])
+                for span, part in zip(spans, self.parts_of(step.row, unit, block), strict=True)
+            ]
+        return self._sums[key]
 
     def parts_of(self, row: int | None, unit: Unit, block: str) -> list[Array]:
         """Return the arrays, one for each range, that gradients of ``block`` are written to: in a row or in scratch.
@@ -791,6 +798,7 @@ class AllReduceBuffer:
     def _take(self, needed: int) -> None:
         if self._storage.shape[0] < needed:
             self._views.clear()
+            self._sums.clear()
             self.window, previous = self.window[:0], self._storage
             self._storage = self._storage[:0]
             if previous.size:

@@ -1,10 +1,13 @@
 """Time steps of microseconds, of an MLP: by mpizero, with and without recordings, by PyTorch and by JAX, in turns.
 
 The network has three hidden layers with tanh, the loss is the mean squared error, the optimizer AdamW. Each rank has
-``--batch`` samples, the same in every step, and one thread. "mpizero called" runs with MPIZERO_REPLAY=0. "torch" is a
-plain loop of PyTorch, "torch.compile" has its network compiled, "jax.jit" a whole step with optax's AdamW; they train
-on one rank. "torch-ddp" is DistributedDataParallel over gloo. The table has medians of rounds, in microseconds of a
-step, and ratios of the same round to the first contender.
+``--batch`` samples, the same in every step, and one thread. "mpizero called" runs with MPIZERO_REPLAY=0, "mpizero in 8
+grains" with an eighth of the batch as micro_batch. "torch" is a plain loop of PyTorch, "torch.compile" has its network
+compiled, "jax.jit" a whole step with optax's AdamW; they train on one rank. "torch-ddp" is DistributedDataParallel over
+gloo. The table has medians of rounds, in microseconds of a step, and ratios of the same round to the first contender.
+
+``--network`` takes the modules of PyTorch of two examples in place of the MLP, with Adam and the example's batch: both
+mpizero and PyTorch compute them by PyTorch, so the ratio is what mpizero adds. It wants PyTorch beside mpizero.
 """
 
 from __future__ import annotations
@@ -28,10 +31,13 @@ from harness.options import chosen, parser, positive
 from harness.tables import aligned
 from harness.turns import Team, alternate, has_module, serve, tell, timed
 
-OURS = ("mpizero", "mpizero called")
+OURS = ("mpizero", "mpizero called", "mpizero in 8 grains")
 TORCH = ("torch", "torch.compile", "torch-ddp")
 ALONE = ("torch", "torch.compile", "jax.jit")
 RATE = 1e-3
+#: Samples of a rank, by the network.
+BATCHES = {"mlp": 256, "physics_informed": 2048, "neural_operator": 32}
+GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 Step = Callable[[], Any]
 
 
@@ -39,23 +45,44 @@ def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
     options = parser(__doc__, rounds=15, mpiexec=True, json=True)
     options.add_argument("--ranks", type=positive, default=1, help="(default: %(default)s)")
+    options.add_argument("--network", choices=BATCHES, default="mlp", help="(default: %(default)s)")
     options.add_argument("--width", type=positive, default=64, help="of a hidden layer (default: %(default)s)")
-    options.add_argument("--batch", type=positive, default=256, help="samples of a rank (default: %(default)s)")
+    batches = ", ".join(f"{name}: {size}" for name, size in BATCHES.items())
+    options.add_argument("--batch", type=positive, help=f"samples of a rank (default, by network: {batches})")
     options.add_argument("--steps", type=positive, default=300, help="timed steps of one turn (default: %(default)s)")
     options.add_argument("--contenders", default="mpizero,mpizero called", help="(default: %(default)s)")
     options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
     options.add_argument("--jax-python", default=sys.executable, help="interpreter that has JAX and optax")
     args = options.parse_args()
+    args.batch = args.batch or BATCHES[args.network]
     args.contenders = chosen("--contenders", args.contenders, (*OURS, *TORCH, "jax.jit"), str)
     if alone := [name for name in args.contenders if name in ALONE and args.ranks > 1]:
         sys.exit(f"--contenders: {alone[0]!r} trains on one rank")
+    if args.network != "mlp" and "jax.jit" in args.contenders:
+        sys.exit(f"--contenders: 'jax.jit' computes the MLP only, not --network {args.network}")
     return args
 
 
 def data(args: argparse.Namespace, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs and targets of one rank."""
-    x = np.random.default_rng(rank).standard_normal((args.batch, 3), np.float32)
+    rng = np.random.default_rng(rank)
+    if args.network == "physics_informed":
+        return rng.uniform([0.0, -1.0], [1.0, 1.0], (args.batch, 2)), np.zeros(args.batch)
+    if args.network == "neural_operator":
+        return rng.standard_normal((args.batch, 64), np.float32), rng.standard_normal((args.batch, 64), np.float32)
+    x = rng.standard_normal((args.batch, 3), np.float32)
     return x, np.sin(x[:, :1]) * x[:, 1:2]
+
+
+def example(args: argparse.Namespace) -> tuple[Callable[[], Any], Callable[..., Any]]:
+    """Return the module's class and the loss of the example ``args.network``."""
+    sys.path.insert(0, str(GALLERY))
+    from importlib import import_module
+
+    module = import_module(args.network)
+    return (
+        (module.Residual, module.squared) if args.network == "physics_informed" else (module.Operator, module.relative)
+    )
 
 
 def ours(args: argparse.Namespace) -> tuple[Step, Step, int]:
@@ -64,9 +91,15 @@ def ours(args: argparse.Namespace) -> tuple[Step, Step, int]:
 
     import mpizero as mz
 
-    world, widths = MPI.COMM_WORLD, [args.width] * 3
-    net = mz.nn.MLP(3, widths, 1, task="regression", activation="tanh")
-    model = mz.distribute(net, mz.AdamW(lr=RATE), "ddp", config=mz.Config(micro_batch=args.batch))
+    world, micro = MPI.COMM_WORLD, -(-args.batch // (8 if args.be == "mpizero in 8 grains" else 1))
+    if args.network == "mlp":
+        net: Any = mz.nn.MLP(3, [args.width] * 3, 1, task="regression", activation="tanh")
+        optimizer: Any = mz.AdamW(lr=RATE)
+    else:
+        from mpizero.adapters.torch import TorchModel
+
+        net, optimizer = TorchModel(*example(args)), mz.Adam(lr=RATE)
+    model = mz.distribute(net, optimizer, "ddp", config=mz.Config(micro_batch=micro))
     x, y = data(args, world.rank)
     return lambda: model.train(x, y), world.Barrier, world.rank
 
@@ -76,24 +109,36 @@ def torchs(args: argparse.Namespace) -> tuple[Step, Step, int]:
     import torch
 
     torch.set_num_threads(1)
-    nn, sizes, rank = torch.nn, [3, *[args.width] * 3], int(os.environ["RANK"])
-    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
-    net: Any = nn.Sequential(*layers, nn.Linear(args.width, 1))
+    rank, mean = int(os.environ["RANK"]), torch.nn.functional.mse_loss
+    if args.network == "mlp":
+        net, loss_of, adam = mlp(args.width), mean, torch.optim.AdamW
+    else:
+        make, total = example(args)
+        net, loss_of, adam = make(), lambda found, target: total(found, target) / args.batch, torch.optim.Adam
     if args.be == "torch-ddp":
         torch.distributed.init_process_group("gloo")
-        net = nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, fused=True)
+        net = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = adam(net.parameters(), lr=RATE, fused=True)
     called = torch.compile(net) if args.be == "torch.compile" else net
     x, y = map(torch.from_numpy, data(args, rank))
 
     def step() -> float:
-        loss = torch.nn.functional.mse_loss(called(x), y)
+        loss = loss_of(called(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         return loss.item()
 
     return step, torch.distributed.barrier if args.be == "torch-ddp" else lambda: None, rank
+
+
+def mlp(width: int) -> Any:
+    """Return the MLP as a module of PyTorch."""
+    from torch import nn
+
+    sizes = [3, *[width] * 3]
+    layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
 
 
 def jaxs(args: argparse.Namespace) -> tuple[Step, Step, int]:
@@ -136,7 +181,7 @@ def worker(args: argparse.Namespace) -> None:
 def team(args: argparse.Namespace, name: str) -> Team:
     """Start the ranks of the contender ``name``."""
     words = [__file__, "--ranks", str(args.ranks), "--width", str(args.width), "--batch", str(args.batch)]
-    words += ["--be", name, "--socket"]
+    words += ["--network", args.network, "--be", name, "--socket"]
     environment = environment_of(1) | {"MPIZERO_REPLAY": "0" if name == "mpizero called" else "1"}
     if name in OURS:
         launch = Mpi(args.mpiexec).command(args.ranks, words)
