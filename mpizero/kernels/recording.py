@@ -144,7 +144,7 @@ class RecordedCall:
         scalars : sequence of Array
             Small arrays whose numbers differ from call to call.
         written : callable
-            Returns the arrays that the function updates; none if they are too large to be copied for the proof.
+            Returns the arrays that the function updates, which the proof copies.
         """
         variant = next((one for one in self._variants if all(map(_same, operands, one.operands))), None)
         if variant is None:
@@ -156,10 +156,10 @@ class RecordedCall:
             variant.recording.repeat()
             return
         variant.calls += 1
-        if self.refused or variant.calls <= WARM_UP or not (results := written()):
+        if self.refused or variant.calls <= WARM_UP:
             function(scalars)
         else:
-            self._record(variant, function, scalars, results)
+            self._record(variant, function, scalars, written())
 
     def _record(
         self,
@@ -168,15 +168,14 @@ class RecordedCall:
         scalars: Sequence[Array],
         results: Sequence[Array],
     ) -> None:
-        own, before = [array.copy() for array in scalars], [array.copy() for array in results]
+        own = [array.copy() for array in scalars]
         with Recording() as recording:
             function(own)
         after = [array.copy() for array in results]
         others = [array * array.dtype.type(0.75) for array in scalars]
-        _write(results, before)
         function(others)
         expected = _digests(results)
-        _write(results, before)
+        _write(results, after)
         _write(own, others)
         recording.repeat()
         self.refused = _digests(results) != expected

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mpizero.optim.minimizers import VectorSolver
 
 #: Elements up to which a rank's updates are recorded: a trial copies them, and Python matters less for more.
-_MOST_RECORDED = 1 << 21
+_MOST_RECORDED = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Updater:
         self.method: VectorSolver | None = None  # the solver of a full-batch method
         self.step_count = 0
         self.last_rate: float | None = None  # of the last step; None if it is not known
-        self._records = recording_is_on() and _computes_by_kernels(optimizer)
+        self._records = recording_is_on() and _computes_by_kernels(optimizer) and self.size <= _MOST_RECORDED
         self._updates, self._fused_updates = RecordedCall(), RecordedCall()
         self._last = self._updates
         self._known_rate = -1, 0.0  # the step whose rate is known, and the rate
@@ -261,8 +261,7 @@ class Updater:
             return
 
         def written() -> list[Array]:
-            parts = [values[piece.store : piece.store + piece.size] for piece in self.pieces]
-            return [*parts, *self.state.values()] if self.size <= _MOST_RECORDED else []
+            return [*(values[piece.store : piece.store + piece.size] for piece in self.pieces), *self.state.values()]
 
         calls.run(apply, (*operands, values, *self.state.values()), scalars, written)
 
