@@ -527,10 +527,10 @@ def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
 
 
 def unclaimed(comm: Communicator) -> str:
-    """Return a reason, found without messages, not to pass GPU arrays to MPI; "" if there is none. Not collective.
+    """Return why GPU arrays must not be passed to MPI, as far as one rank can tell; "" if it knows no reason.
 
-    The reasons are that ranks are threads, that the communicator has one rank, or that the MPI library does not claim
-    to support GPU memory.
+    Not collective. The reasons are that ranks are threads, that the communicator has one rank, or that the MPI library
+    does not claim to support GPU memory.
     """
     if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
         return "these ranks are threads of one process"

@@ -224,7 +224,9 @@ class JoinedArray:
 
 @dataclass(frozen=True)
 class Windows:
-    """Number the samples of an array, windows at regular distances; the index along ``axis`` varies slowest.
+    """Describe the samples of an array, which are windows at regular distances, and their order.
+
+    Samples are in row-major order, the index along ``axis`` varying slowest.
 
     Attributes
     ----------

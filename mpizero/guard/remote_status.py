@@ -270,7 +270,7 @@ class StatusGroups:
     def close_startup_table(self, *, all_joined: bool = False) -> None:
         """Close the startup table; with ``all_joined`` also remove its file. Not collective.
 
-        ``all_joined`` says that a communicator of all ranks exists, or that the job ends.
+        ``all_joined`` is true if no rank needs the table any more: a communicator of all ranks exists, or the job ends.
         """
         startup_table, self.startup_table = self.startup_table, None
         if startup_table is not None:

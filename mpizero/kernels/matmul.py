@@ -334,8 +334,8 @@ def tiles(
 ) -> None:  # fmt: skip
     """Multiply the packed block at index ``left`` of ``memory`` by the packed panel at index ``right``, tile by tile.
 
-    The sums overwrite ``c`` from index ``c_at`` on, or are added there if ``first`` is 0. Meanwhile the tiles prefetch
-    parts of ``b`` by the plan ``ahead``: see :func:`next_panels`.
+    The sums overwrite ``c`` from index ``c_at`` on, or are added there if ``first`` is 0. While tiles of the product
+    are computed, parts of ``b`` are prefetched: ``ahead`` is the plan of :func:`next_panels`.
     """
     prefetch, further, tiles_left, mask, step, line = ahead
     row = 0

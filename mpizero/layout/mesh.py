@@ -355,7 +355,7 @@ class NodeOrder:
         return self.replicas_of(self.data.rank)
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """Return the data ranks at the place of data rank ``rank`` in each group of nodes, in the order of the groups.
+        """Return the data ranks that hold the same shard as data rank ``rank``: one in each group of nodes, in order.
 
         Not collective.
         """

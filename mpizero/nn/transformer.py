@@ -815,7 +815,10 @@ class CausalSelfAttention(AttentionBase):
         return mixed, (qkv, stored, run, first_head)
 
     def _kernel_heads(self, qkv: Array) -> Heads:
-        """Describe the array in the cache: the output of a linear map, or an array with each head contiguous."""
+        """Return the memory layout of the cached queries, keys and values, ``qkv``, for the kernels.
+
+        ``qkv`` is the output of the linear map ``qkv``, or a copy of five axes in which each head is contiguous.
+        """
         return Heads.of_heads(qkv) if qkv.ndim == 5 else Heads.of_rows(qkv, self.heads)
 
     def keeps_probabilities(self, length: int) -> bool:

@@ -548,7 +548,10 @@ def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, m
 
 
 def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> bool:
-    """Tell whether the ranks of a node take grains while they compute; see :func:`assigned_in_advance`."""
+    """Tell whether the ranks of a node share their grains (slices of the batch) dynamically.
+
+    Each rank then takes the next grain when it has finished one. Otherwise, see :func:`assigned_in_advance`.
+    """
     requested = config.grain_assignment == "dynamic" and grid.data.size > 1
     return requested and not assigned_in_advance(placement, config, grid, model_ranks)
 

@@ -570,7 +570,10 @@ class Runner(ABC):
         self.store.wait()
 
     def count(self, batch: MicroBatch, loss: float, weight: float) -> None:
-        """Record the sum of losses and the weight of a micro-batch, if this rank records any. Not collective."""
+        """Record the sum of losses and the weight of a micro-batch, if this rank is one that counts losses.
+
+        Not collective.
+        """
         if self.counts and batch.grain is not None:
             self.scalars.add(batch.grain.number, loss, weight)
 

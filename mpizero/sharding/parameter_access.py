@@ -520,7 +520,7 @@ class ParameterAccess:
 def check_movable(engine: Engine, error: SharedMemoryError) -> None:
     """Check that :func:`in_private_memory` can move everything that ``engine`` holds.
 
-    Collective over all ranks, all of which have raised ``error``.
+    Collective over all ranks. It is called after ``error``, for lack of shared memory, was raised on all of them.
 
     Raises
     ------
@@ -808,7 +808,7 @@ def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
     """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
 
     Elementwise state has the offsets of its parameters in the flat vector of the whole model; state arrays of whole
-    tensors follow one another. Not collective; the engine has a bound optimizer.
+    tensors follow one another. Not collective. The engine must have a bound optimizer.
     """
     optimizer = engine.bound_updater.optimizer
     pairs = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.global_view.layout.parameters]

@@ -494,7 +494,7 @@ class PartitionedModel:
     def join_prediction(self, prediction: Array) -> Array:
         """Join the parts of a prediction: return the scores of all classes, for all positions of the sequences.
 
-        Collective over the tensor and context group.
+        Collective over the tensor group and the context group.
         """
         if not self.is_split:
             return prediction

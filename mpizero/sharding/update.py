@@ -76,9 +76,9 @@ class UpdateScope:
 class Updater:
     """Run an optimizer on the ranges of the parameters that this rank updates.
 
-    The *reduced gradient* is the gradient summed over all grains and divided by the total weight and the loss scale.
-    For averaged parameters, such as running means, the reduced gradient holds new values, averaged over the samples, in
-    place of gradients.
+    The *reduced gradient* is the gradient summed over the whole global batch, and divided by the total weight of its
+    samples and by the loss scale. For averaged parameters, such as running means, the reduced gradient holds new
+    values, averaged over the samples, in place of gradients.
 
     Parameters
     ----------

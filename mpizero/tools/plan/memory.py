@@ -554,7 +554,7 @@ class ShardSizes:
         return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
 
     def squares(self, rank: int) -> int:
-        """Return how many partial sums of squares data rank ``rank`` sends when a norm is computed. Not collective."""
+        """Count the partial sums of squares that data rank ``rank`` sends when a norm is computed. Not collective."""
         count = 0
         for unit, span in zip(self.layout.units, self.shards[rank].spans, strict=True):
             for entry in unit.entries:

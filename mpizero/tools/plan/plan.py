@@ -454,7 +454,7 @@ class TrainingPlan:
 
     @cached_property
     def planned_ranks(self) -> PlannedRanks:
-        """The nodes of all ranks, from which each rank's groups are computed."""
+        """The ranks of the planned job: on which node each is, and its groups."""
         mesh = self.mesh or getattr(self.config, "mesh", None) or Mesh()
         check_shard_nodes(self.row, mesh)
         return PlannedRanks.build(

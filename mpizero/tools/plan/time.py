@@ -512,7 +512,7 @@ def tensor_work(traffic: RankTraffic) -> int:
 
 
 def _rows_read(program: Program) -> int:
-    """Return how many arrays the instructions ``program``, which sum gradients in the order of a tree, read."""
+    """Return how many arrays are read by ``program``, the instructions that sum gradients in the order of a tree."""
     return sum(code != -1 for code in program)
 
 
