@@ -183,7 +183,7 @@ class Route(NamedTuple):
     """Identify the messages from one chunk of a pipeline to a neighbouring chunk.
 
     ``kind`` is "forward" for activations, which go to the next chunk, and "backward" for their gradients, which go to
-    the previous chunk. ``border`` is the number of the chunk that receives.
+    the previous chunk. ``border`` is the index of the chunk that receives.
     """
 
     kind: str
@@ -465,7 +465,7 @@ class _DeviceShift:
         return arrays if self._device is None else tuple(map(self._device.put, arrays))
 
     def test(self) -> bool:
-        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
+        """Make progress and tell whether :meth:`wait` would return without waiting. Not collective."""
         return self._request.test()
 
 

@@ -175,7 +175,7 @@ class StatusGroups:
         return [group.remote_status for group in self.groups if group.remote_status is not None]
 
     def count_messages(self, now: float) -> Transfer:
-        """Return this rank's messages with other hosts, after a count of their bytes if the last one is a second old.
+        """Return the record of this rank's messages with other hosts; count bytes anew if the last count is old (1 s).
 
         Not collective. ``now`` is the present ``time.monotonic()``.
         """
@@ -534,7 +534,7 @@ class RemoteStatus:
 
 
 def _connecting(address: tuple[str, int]) -> socket.socket | None:
-    """Return a non-blocking socket that is being connected to ``address``; None if that fails at once."""
+    """Return a non-blocking socket that is being connected to ``address``; None if that fails immediately."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     except OSError:

@@ -337,9 +337,9 @@ def write_rows(
 def pack_panels(
     dy: Any, dy_lines: Any, line: Any, lines: Any, count: Any, packed: Any, places: Any, panels: Any, wide: Any
 ) -> None:  # fmt: skip
-    """Copy the elements of ``dy`` at ``lines`` lines of ``count`` positions to ``packed``, one panel after the other.
+    """Copy ``dy`` at ``count`` positions of each of ``lines`` lines to ``packed``, one panel after the other.
 
-    A panel holds ``wide`` channels of all these positions. Line i begins at index ``places[i]`` of a panel.
+    A panel holds ``wide`` channels of all these positions. ``places[i]`` gets the index at which line i begins in it.
     """
     step = dy.strides[3] // dy.itemsize
     for i in range(lines):

@@ -79,7 +79,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], o
 
 
 def _by_numpy(chosen: KernelProducts | BlasLibrary | None, a: Array, b: Array, out: Array | None) -> Array:
-    """Multiply by NumPy; where the kernel multiplies otherwise, count it, and say so once."""
+    """Multiply by NumPy; if all other products are computed by this package's kernel, count it and print a notice."""
     if out is None and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), np.result_type(a, b))
     result: Array = np.matmul(a, b) if out is None else recording.call(np.matmul, a, b, out)
@@ -386,7 +386,7 @@ def pack_right(
 ) -> None:  # fmt: skip
     """Copy ``terms`` rows of ``columns`` elements, from index ``at`` of ``b`` on, to index ``right`` of ``memory``.
 
-    The remaining columns of a tile become 0. If the rows of ``b`` are contiguous, ``panels`` panels are copied at once.
+    The remaining columns of a tile become 0. If rows of ``b`` are contiguous, ``panels`` panels are copied together.
     """
     wide, packed = tile_columns(b.itemsize), 0
     if columns == wide and by_rows:
@@ -404,7 +404,7 @@ def pack_right(
 
 
 def pack_transposed(x: Any, at: Any, step: Any, count: Any, terms: Any, memory: Any, to: Any) -> Any:
-    """Copy columns of ``count`` rows of ``terms`` elements, one after the other, to ``memory``; return their number.
+    """Copy columns of ``count`` rows of ``terms`` elements, one after the other, to ``memory``; return how many.
 
     Only as many columns are copied as fill whole vectors. ``count`` is the number of rows of a high tile, or of its
     columns. Rows that do not fill a vector are copied first, by whole vectors; the other rows then overwrite the

@@ -161,7 +161,7 @@ class Zigzag:
         return np.concatenate([np.arange(chunk.start, chunk.stop, dtype=np.int64) for chunk in self._chunks[rank]])
 
     def scores(self, rank: int) -> int:
-        """Count the scores that rank ``rank`` computes: those in all tiles of its queries and the keys of all ranks."""
+        """Count the scores that rank ``rank`` computes: all tiles of its queries with the keys of all ranks."""
         queries = [
             (first, min(first + QUERIES, chunk.stop))
             for chunk in self._chunks[rank]

@@ -649,7 +649,7 @@ class FrozenNames:
         return tuple(replace(spec, trainable=spec.trainable and spec.name not in self.names) for spec in specs)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the layer's ``backward_weights``, with new arrays for frozen gradients. Collective if that is."""
+        """Call the layer's ``backward_weights``, with new arrays for frozen gradients. Collective if it is split."""
         self.layer.backward_weights(params, cache, pending, completed(params, grads, self.names))
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Any:

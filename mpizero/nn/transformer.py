@@ -459,7 +459,7 @@ class BatchedHeads:
                 yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of queries (start, stop) for which scores are computed at once.
+        """Yield the ranges of queries (start, stop) for which scores are computed together.
 
         The causal mask hides all keys from ``stop`` on from the queries of a range.
         """
@@ -759,7 +759,7 @@ class CausalSelfAttention(AttentionBase):
 
     @property
     def local_heads(self) -> tuple[CausalSelfAttention, int]:
-        """The layer itself, which has all heads, and 0, the number of its first head."""
+        """The layer itself, which has all heads, and 0, the index of its first head."""
         return self, 0
 
     def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:

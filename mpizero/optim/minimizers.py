@@ -600,7 +600,7 @@ class SearchingMethod(VectorMethod):
 
     @abstractmethod
     def _learn(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Learn from an iteration: ``POINT`` and ``GRADIENT`` hold the parameters and the gradient from before it.
+        """Update the method's own quantities after an iteration; ``POINT`` and ``GRADIENT`` are from before it.
 
         Collective.
         """

@@ -148,7 +148,7 @@ class ComputeSettings(Settings):
     mixed_precision: str | None = setting(None, optional(one_of(*reversed(SIXTEEN_BITS))))
 
     def check_combination(self) -> None:
-        """Raise ``ConfigError`` for settings that exclude each other, and for those that lack another one.
+        """Raise ``ConfigError`` for settings that exclude each other, and for settings that need a missing one.
 
         ``wire`` excludes ``gradient_compression``; ``wire_parameters`` needs ``wire``, and excludes ``ema`` and GPUs;
         ``optimizer_device`` and ``mixed_precision`` need ``device="cuda"``.
@@ -244,8 +244,8 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         updates each element by itself, and a model without statistics of samples; not with ``ema``.
     bucket_mb : float or None
         Size of a bucket in MiB. A bucket is the part of the partial sums of gradients that nodes (ranks if they share
-        no memory) exchange at once. Up to eight buckets are in flight, and the message buffers of each take up to twice
-        its size. None is 2^19 elements. The size changes neither results nor how many bytes are sent.
+        no memory) exchange together. Up to eight buckets are in flight, and the message buffers of each take up to
+        twice its size. None is 2^19 elements. The size changes neither results nor how many bytes are sent.
     threads : int
         Number of threads that compiled kernels and BLAS use on each rank.
     check_every : int
@@ -682,8 +682,8 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
 def round_buffer_sizes(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
     """Return, for each slot of a :class:`ReduceScatterBuffer`, its number of elements for each rank of the node.
 
-    A slot is memory for the gradients of one unit. If ``in_place``, a function writes the gradients of all units at
-    once, and one slot holds the gradients of all units.
+    A slot is memory for the gradients of one unit. If ``in_place``, a function writes the gradients of all units
+    together, and one slot holds the gradients of all units.
     """
     if in_place:
         return [layout.gradient_size]

@@ -347,7 +347,7 @@ class ParameterAccess:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the mesh."""
+        """The rank of this process in the mesh."""
         return self._rank
 
     @property
@@ -629,7 +629,7 @@ class ModelMetadata:
         Bytes by kind ("parameters", "gradients", "optimizer state", "residuals") that the strategy needs on a rank with
         one grain, on host and GPU together. Buffers are not counted.
     peak_bytes : int
-        The largest number of bytes that this rank has held at once.
+        The most bytes that this rank has held at the same time.
     bytes_sent_last_step : int
         Bytes that this rank sent to other ranks in the last training step.
 

@@ -763,7 +763,7 @@ class ParameterStore:
         unit : Unit
             The unit to gather now.
         following : Unit or None
-            The unit that every rank gathers next, if it is known; its gather begins at once. See [Note: the next unit].
+            The unit that every rank gathers next, if it is known; its gather begins now. See [Note: the next unit].
         by_block : bool
             Whether the caller itself calls :meth:`wait` for each block before it reads the block's parameters.
         """
@@ -1017,7 +1017,7 @@ class ParameterAllGather:
     A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins that of the
     first region which the next forward pass uses; it is collective over the data group.
 
-    [Note: small messages first] The other all-gathers begin, all at once, when the ranks have agreed on the next batch.
+    [Note: small messages first] The other all-gathers begin together, when the ranks have agreed on the next batch.
     Between two hosts MPI sends messages in the order in which they begin, so the small messages of this agreement wait
     only for the parameters that the first block needs anyway. A rank that computes nothing begins them as well, before
     it waits for others. Because ranks do so in their next call that uses parameters, that call must be collective.

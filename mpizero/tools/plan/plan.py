@@ -334,7 +334,7 @@ class RankPlan:
     operations : int or None
         The rank's floating-point operations in a step; None if a layer does not count its operations.
     caches : int
-        Largest number of caches that the rank holds at once. There is one cache for each chunk and micro-batch.
+        The most caches that the rank holds at the same time. There is one cache for each chunk and micro-batch.
     """
 
     rank: int
