@@ -59,6 +59,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Part:
     """Describe the slice of a parameter that one rank of a tensor group holds.
 
+    The parameter may be cut into more tiles than there are ranks: a tile is the slice of one virtual rank.
+
     Attributes
     ----------
     shape : tuple of int
@@ -69,11 +71,10 @@ class Part:
         Half-open ranges of indices along that axis, ascending and disjoint. The local array is the concatenation of the
         ranges.
     tiles : tuple of tuples of (int, int)
-        For each tile that the rank holds, in ascending order of tile numbers, the tile's ranges of indices along the
-        whole axis. Every index in ``ranges`` is in one tile. Every rank of the group holds the same number n of tiles,
-        so the first tile of rank r has number r * n. If a rank holds one tile, ``tiles`` is () and ``ranges`` describes
-        that tile. The parameter's norm adds squares tile by tile, so that its bits do not depend on the number of
-        ranks, as long as the number of tiles is the same.
+        For each tile that the rank holds, in ascending order, the tile's ranges of indices along the whole axis; () if
+        the rank holds one tile, which ``ranges`` describes. Every index in ``ranges`` is in one tile. Every rank of the
+        group holds the same count n of tiles: rank r has the tiles from r * n on. The parameter's norm adds squares
+        tile by tile, so its bits depend on the count of tiles, and not on the number of ranks.
     """
 
     shape: tuple[int, ...]

@@ -93,7 +93,7 @@ def launched_local_rank(environment: Mapping[str, str]) -> int:
 
 
 def ranks_of_node(environment: Mapping[str, str]) -> int:
-    """Return this process's number among those of its node, from 1; 1 if the launcher does not tell the number."""
+    """Return this process's position among the processes of its node, from 1; 1 if the launcher does not tell it."""
     return _first(environment, BY_NODE, 0) + 1
 
 

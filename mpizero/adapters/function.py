@@ -25,7 +25,7 @@ LossAndGrad = Callable[..., tuple[float, Mapping[str, Array], float] | tuple[flo
 class FunctionModel:
     """Wrap any code that computes a loss and its gradient, so that every strategy (DDP, ZeRO) can train it.
 
-    ``loss_and_grad`` is called with all parameters at once. ZeRO-3 therefore gathers the whole model for each call and
+    ``loss_and_grad`` is called with all parameters together. ZeRO-3 therefore gathers the whole model for each call and
     frees it afterwards, so each rank needs memory for a full copy of parameters and gradients.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Save and load named arrays on any number of ranks; a checkpoint is one HDF5 file of whole arrays and a manifest."""
+"""Save and load named arrays on any number of ranks; a checkpoint is a folder of an HDF5 file and a manifest."""
 
 from typing import TYPE_CHECKING
 

@@ -97,7 +97,7 @@ def _one_line_errors() -> Iterator[None]:
 def _on_first_rank(work: Run, options: argparse.Namespace) -> int | None:
     """Run ``work`` on rank 0 only, for commands that need one process, and return the exit status.
 
-    Other ranks return None at once, and MPI is not initialized. Under mpiexec, this function prints errors itself,
+    Other ranks return None immediately, and MPI is not initialized. Under mpiexec, this function prints errors itself,
     because ``mpizero.guard``, which otherwise prints them and ends the job, would try to reach the other ranks.
     """
     if not (is_first(os.environ) if options.comm is None else options.comm.rank == 0):

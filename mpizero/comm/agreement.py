@@ -145,7 +145,7 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
     Collective over ``comm``: one small message at the end of the block, labelled ``tag`` in traces and reports. With
     ``first``, :func:`agree_on_call` replaces this message, and also checks that all ranks have called the same public
     operation. A block must not mix collectives of ``comm`` with statements that can fail on one rank only: the other
-    ranks would wait in the collective. If a collective fails in the block, its error is raised at once, without the
+    ranks would wait in the collective. If a collective fails in the block, its error is raised immediately, without the
     message at the end, because other ranks may never send theirs.
 
     Raises

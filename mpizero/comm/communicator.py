@@ -106,7 +106,7 @@ class Request(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until the operation has ended on this rank; a second call returns at once. Not collective."""
+        """Wait until the operation has ended on this rank; a second call returns immediately. Not collective."""
 
     @abstractmethod
     def test(self) -> bool:
@@ -425,7 +425,7 @@ class Communicator(Transport):
         """Start to gather ``send`` of every rank into ``recv`` of every rank: rank i's into the elements ``spans[i]``.
 
         Collective over the communicator; ``spans`` is the same on every rank, and no two spans overlap. ``send`` may be
-        a view of this rank's span of ``recv``; otherwise ``send`` is copied to that span at once. Neither array may be
+        a view of this rank's span of ``recv``; otherwise this call copies ``send`` to that span. Neither array may be
         written, nor the spans of other ranks in ``recv`` read, before the request has ended.
         """
         check_pair(self, "igather_spans", tag, send, recv)
@@ -597,7 +597,7 @@ class Communicator(Transport):
         """Store ``close``, a collective function that frees resources, for :meth:`run_deferred_closes`. Not collective.
 
         Used after an error: other ranks may not have failed, so ``close``, which is collective over the communicator,
-        cannot be called at once. An InMemoryCommunicator ignores ``close``, because Python frees its memory.
+        cannot be called now. An InMemoryCommunicator ignores ``close``, because Python frees its memory.
         """
 
     def run_deferred_closes(self) -> None:

@@ -65,7 +65,7 @@ class ProcessGrid(NodeOrder):
     shard_group : Communicator
         The ranks of ``inter_node`` in this rank's group of nodes, over which ZeRO-3 shards and gathers parameters.
     replicas : Communicator
-        The ranks at this rank's place in each group of nodes, in the order of ``shard_groups``.
+        The ranks that keep the same shards as this rank: one in each group of nodes, in the order of ``shard_groups``.
     nodes : tuple of tuple of int
         For every node of the data group, its ranks, numbered as in ``data``; nodes are ordered by their first rank.
     position : tuple of int
@@ -267,7 +267,10 @@ def group_buffers(grid: ProcessGrid) -> dict[str, int]:
 
 
 def _tell_better_orders(axes: Axes, hosts: Sequence[int]) -> None:
-    """Print a notice for each kind of group that has ranks on several nodes, and need not; ``hosts`` are all nodes."""
+    """Print a notice for each kind of group that is on several nodes, if another order of the axes avoids that.
+
+    ``hosts`` has the node of every rank.
+    """
     for name in WINDOW_GROUPS:
         if order := order_inside_nodes(axes, name, hosts):
             kind = "context or domain" if name == "context" else name

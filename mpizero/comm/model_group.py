@@ -251,7 +251,7 @@ class GroupShift:
     def wait(self) -> tuple[Array, ...]:
         """Wait for the messages and return the received arrays; the sent arrays may be overwritten afterwards.
 
-        Not collective; a second call returns the same arrays at once.
+        Not collective; a second call returns the same arrays immediately.
         """
         for request in self._requests:
             request.wait()
@@ -259,7 +259,7 @@ class GroupShift:
         return self._received
 
     def test(self) -> bool:
-        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
+        """Make progress and tell whether :meth:`wait` would return without waiting. Not collective."""
         return all([request.test() for request in self._requests])
 
 

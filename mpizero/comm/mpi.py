@@ -546,7 +546,7 @@ class MpiRequest(Request):
         self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
 
     def wait(self) -> None:
-        """Wait until the operation has ended on this rank; a second call returns at once."""
+        """Wait until the operation has ended on this rank; a second call returns immediately."""
         if self._requests:
             self._communicator._run(self._operation, self._tag, self._sequence, self._wait_all, self._received)
             self._release()
@@ -843,7 +843,7 @@ class VerifiedRequest(Request):
         self._call = (trace.operation, trace.tag, trace.sequence)
 
     def wait(self) -> None:
-        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        """Return when the operation has ended on this rank. Not collective; a second call returns immediately."""
         if self._verification is not None:
             self._communicator._run(*self._call, self._verification.wait)
             self._verification = None

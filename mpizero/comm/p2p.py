@@ -183,7 +183,7 @@ class Route(NamedTuple):
     """Identify the messages from one chunk of a pipeline to a neighbouring chunk.
 
     ``kind`` is "forward" for activations, which go to the next chunk, and "backward" for their gradients, which go to
-    the previous chunk. ``border`` is the number of the chunk that receives.
+    the previous chunk. ``border`` is the index of the chunk that receives.
     """
 
     kind: str
@@ -465,7 +465,7 @@ class _DeviceShift:
         return arrays if self._device is None else tuple(map(self._device.put, arrays))
 
     def test(self) -> bool:
-        """Make progress and tell whether :meth:`wait` would return at once. Not collective."""
+        """Make progress and tell whether :meth:`wait` would return without waiting. Not collective."""
         return self._request.test()
 
 
@@ -527,10 +527,10 @@ def prove(comm: Communicator, open_device: Callable[[], Device]) -> str:
 
 
 def unclaimed(comm: Communicator) -> str:
-    """Return a reason, found without messages, not to pass GPU arrays to MPI; "" if there is none. Not collective.
+    """Return why GPU arrays must not be passed to MPI, as far as one rank can tell; "" if it knows no reason.
 
-    The reasons are that ranks are threads, that the communicator has one rank, or that the MPI library does not claim
-    to support GPU memory.
+    Not collective. The reasons are that ranks are threads, that the communicator has one rank, or that the MPI library
+    does not claim to support GPU memory.
     """
     if getattr(comm, "mpi", None) is None:  # its class is not imported here: that would start MPI, also for a plan
         return "these ranks are threads of one process"

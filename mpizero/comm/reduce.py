@@ -380,8 +380,8 @@ class Arriving:
 def keep_testing(test: Callable[[], bool]) -> bool:
     """Call ``test``, which lets MPI make progress, as long as MPI has data to move; return what it has returned last.
 
-    Not collective. A test moves as much as the network takes at once. While a test has taken so long that it must have
-    moved something, there may be more.
+    Not collective. A test moves as much as the network takes without waiting. While a test has taken so long that it
+    must have moved something, there may be more.
     """
     limit = perf_counter() + _TESTING
     while True:
@@ -567,7 +567,7 @@ class Gathering:
         return not self._requests and self._widen()
 
     def wait(self) -> None:
-        """Wait until all messages to and from this rank are complete. Not collective; a second call returns at once."""
+        """Wait until all messages to and from this rank are complete. Not collective; a second call does not wait."""
         while self._requests:
             self._requests.pop(0).wait()
         self._widen()
@@ -639,7 +639,7 @@ def widen_in_place(values: Array) -> None:
 
 
 def pieces_of(spans: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
-    """Cut the spans that ranks own into the pieces that they gather at once, a part of each rank's span in each piece.
+    """Cut the spans that ranks own into pieces that are gathered one by one, with a part of each rank's span in each.
 
     Not collective. A long message moves in few parts while ranks compute; several shorter ones move together.
     """
@@ -673,7 +673,7 @@ def gather_spans(
     scratch : Scratch
         Provides the buffers: at most ``2 * elements`` elements.
     elements : int or None
-        Number of elements in flight at once, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
+        Number of elements in flight at the same time, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     """
     local_spans = spans[comm.rank]
     for span, values in zip(local_spans, send, strict=True):

@@ -9,7 +9,7 @@ split off from it). A result that is the same for all ranks, such as a sum, is c
 
 [Note: waiting threads] A thread that waits sleeps on a lock of its own. The thread that posts the last missing data
 releases this lock. So a thread is woken only once per wait, however many other threads wait. A woken thread is removed
-from the list of waiting threads at once, before it runs. So if all threads of a job are in the list, they are in a
+from the list of waiting threads immediately, before it runs. So if all threads of a job are in the list, they are in a
 deadlock, and the thread that was added last raises an error. A thread that fails wakes all others; a thread that ends
 wakes those that wait for its data.
 """
@@ -362,7 +362,7 @@ class _ThreadRequest(Request):
         self._operation, self._tag, self._sequence = trace.operation, trace.tag, trace.sequence
 
     def wait(self) -> None:
-        """Return when the operation has ended on this rank. Not collective; a second call returns at once."""
+        """Return when the operation has ended on this rank. Not collective; a second call returns immediately."""
         if self._arrival is not None:
             self._communicator._run(self._operation, self._tag, self._sequence, self._wait)
 

@@ -48,7 +48,7 @@ class Ranks(Protocol):
 
 
 class RankedModel(GrainSizes, Protocol):
-    """Define the attributes of a sharded model that :func:`batches` uses; a ShardingConfig has no ``batch_group``."""
+    """Define the attributes that :func:`batches` uses of a sharded model."""
 
     @property
     def mesh(self) -> Any:
@@ -164,7 +164,10 @@ class Batches:
         return grains.samples_of(self._group.rank, self._group.size)
 
     def tell_cost(self, comm: Communicator) -> Self:
-        """Print a notice on rank 0 if samples stored in blocks are read many times an epoch. Not collective."""
+        """Return ``self``; print a notice on rank 0 if each stored block of samples is read many times an epoch.
+
+        Not collective.
+        """
         local, size = self._local_samples(), self._source.block_samples
         count, blocks = max(1, local.stop - local.start), -(-len(self._source) // size)
         # Of b blocks m random samples are in b (1 - (1 - 1/b)^m) of them, on average.
@@ -336,9 +339,9 @@ def batches(
     """Return an iterator over this rank's samples ``(x, y)`` of successive global batches.
 
     A global batch is the next ``global_batch`` samples of ``source.sample_order``; it may contain the end of one epoch
-    and the start of the next. The batch is cut into grains. Each rank is assigned a contiguous range of grains, in the
-    order of the ranks, or no grain. The ranks of a domain get their parts of the same fields (docs/fields.md). This
-    call is collective over the ``ranks``; the iteration is not.
+    and the start of the next. The batch is cut into grains, slices whose size does not depend on the ranks. Each rank
+    is assigned a contiguous range of grains, in the order of the ranks, or no grain. The ranks of a domain get their
+    parts of the same fields (docs/fields.md). This call is collective over the ``ranks``; the iteration is not.
 
     Parameters
     ----------

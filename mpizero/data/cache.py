@@ -175,7 +175,7 @@ class CachedSource(WrappedSource):
 def cached(source: Source, ranks: Ranks | RankedModel, limit: int | None = None) -> CachedSource:
     """Return a source with the same samples, of which each node keeps one copy in shared memory.
 
-    Collective over ``ranks``. The memory for all samples is allocated at once; samples are read from ``source``, and
+    Collective over ``ranks``. The memory for all samples is allocated now; samples are read from ``source``, and
     decompressed, when a rank of the node needs them first. If the copy does not fit, rank 0 prints a notice, and every
     rank reads from ``source``. Without a notice every rank also reads from ``source`` if all data are contiguous
     datasets on the node's own disk: they are memory-mapped, and the kernel's page cache already is one copy a node.

@@ -224,7 +224,9 @@ class JoinedArray:
 
 @dataclass(frozen=True)
 class Windows:
-    """Number the samples of an array, windows at regular distances; the index along ``axis`` varies slowest.
+    """Describe the samples of an array, which are windows at regular distances, and their order.
+
+    Samples are in row-major order, the index along ``axis`` varying slowest.
 
     Attributes
     ----------
@@ -639,8 +641,8 @@ def unlocked(path: str, opened: Callable[..., Any]) -> Any:
     """Open a file by ``opened``, a function that calls h5py, and return it without a lock on it.
 
     [Note: locks] A process can open a file twice only with the same setting of HDF5's file locking. So h5py's default
-    setting is tried first, and its lock is released at once: sources never write, and a lock would keep other jobs from
-    writing the file. If the lock is not granted, because such a job holds it, or the process has opened the file
+    setting is tried first, and its lock is released immediately: sources never write, and a lock would keep other jobs
+    from writing the file. If the lock is not granted, because such a job holds it, or the process has opened the file
     without locking, the file is opened without locking.
     """
     if not os.path.isfile(path):

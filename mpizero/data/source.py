@@ -125,7 +125,7 @@ class Slab:
         return () if self.cut is None or len(shape) < axes else self.cut.box(shape[:axes], self.rank)
 
     def rows(self, indices: Indices, shape: tuple[int, ...]) -> Any:
-        """Return what selects the part of the samples ``indices`` in an array of samples of the given shape."""
+        """Return the index that selects the part of the samples ``indices`` from an array of samples of that shape."""
         where = self.where(shape)
         return (indices, *where) if where else indices
 

@@ -215,7 +215,7 @@ class CallTrace:
         """Mark a ``with`` block, such as a training step, as a joint task: all ranks must finish it. Not collective.
 
         ``what`` is the name of the task. If a rank ends its program before or inside the block, the other ranks notice
-        at once, even before they communicate with that rank. Blocks must not be nested.
+        immediately, even before they communicate with that rank. Blocks must not be nested.
         """
         self.present_task = (what, monotonic())
         try:
@@ -295,7 +295,7 @@ def _is_library(file: str) -> bool:
 
 
 def _after(entry: _Entry, sequence: int) -> int:
-    """Return the hash of all collectives up to ``sequence``; those after the record ``entry`` were only counted."""
+    """Return the hash of all collectives up to ``sequence``: of the hash in ``entry`` and the count of later ones."""
     counted = sequence - entry[0]
     return entry[1] if counted <= 0 else hash((entry[1], counted))
 

@@ -20,7 +20,7 @@ another program: its communicators neither install nor remove anything.
 [Note: one report] If several ranks fail, only one of them reports. On a node, the first rank that enters itself in the
 status table reports. Ranks of different nodes do not share a table. So ranks on nodes without rank 0 wait for
 ``_OTHER_NODE`` seconds first; if another node ends the job meanwhile, they are killed before they report. An error of
-bad input (MpizeroError) is usually raised by all ranks at once. In this case a minimum over the ranks finds the lowest
+bad input (MpizeroError) is usually raised by all ranks together. In this case a minimum over the ranks finds the lowest
 failing rank and its exit status. The lowest failing rank reports, and all ranks end without ``MPI_Abort``. A
 RemoteError or PeerFailure only says that another rank failed, so it is reported only if no other rank reports.
 """

@@ -175,7 +175,7 @@ class StatusGroups:
         return [group.remote_status for group in self.groups if group.remote_status is not None]
 
     def count_messages(self, now: float) -> Transfer:
-        """Return this rank's messages with other hosts, after a count of their bytes if the last one is a second old.
+        """Return the record of this rank's messages with other hosts; count bytes anew if the last count is old (1 s).
 
         Not collective. ``now`` is the present ``time.monotonic()``.
         """
@@ -270,7 +270,7 @@ class StatusGroups:
     def close_startup_table(self, *, all_joined: bool = False) -> None:
         """Close the startup table; with ``all_joined`` also remove its file. Not collective.
 
-        ``all_joined`` says that a communicator of all ranks exists, or that the job ends.
+        ``all_joined`` is true if no rank needs the table any more: a communicator of all ranks exists, or the job ends.
         """
         startup_table, self.startup_table = self.startup_table, None
         if startup_table is not None:
@@ -534,7 +534,7 @@ class RemoteStatus:
 
 
 def _connecting(address: tuple[str, int]) -> socket.socket | None:
-    """Return a non-blocking socket that is being connected to ``address``; None if that fails at once."""
+    """Return a non-blocking socket that is being connected to ``address``; None if that fails immediately."""
     try:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     except OSError:

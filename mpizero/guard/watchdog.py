@@ -79,8 +79,8 @@ class Watchdog:
     Use it as a context manager, or call :meth:`start` and :meth:`stop`. Each rank makes a watchdog of its own. A
     watchdog adds no cost to a call: communicators record anyway when they enter a call, and one thread reads the
     records. Two kinds of time do not count towards the timeout: time in which the process was stopped, and time in
-    which other ranks wait while a rank reads or writes files. With an InMemoryCommunicator, a call that lasts too long
-    ends the group of threads by :meth:`Communicator.abort`, and does not end the process.
+    which bytes of files or messages move. With an InMemoryCommunicator, a call that lasts too long ends the group of
+    threads by :meth:`Communicator.abort`, and does not end the process.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class Watchdog:
         self.stop()
 
     def start(self) -> None:
-        """Start to watch the calls of this process."""
+        """Begin to watch the communicator calls of this process."""
         self._shared = self._guard.is_registered(self._comm.trace)
         self._rank = self._guard.rank if self._shared else self._comm.rank
         if not self._shared:  # one rank, or ranks that are threads of this process
@@ -167,7 +167,10 @@ class Watchdog:
             self._log = None
 
     def _announce(self, what: str) -> None:
-        """Set an entry of this rank's status record: "stacks" (shows them on request) or "reports" (a stuck call)."""
+        """Set the entry ``what`` of this rank's status record to True, and write the record.
+
+        "stacks" says that this rank shows its stacks on request, "reports" that it has begun to report a stuck call.
+        """
         if (heartbeat := self._guard.heartbeat) is not None:
             heartbeat.extra_entries[what] = True
             try:
@@ -206,8 +209,7 @@ class Watchdog:
     def _bytes_move(self, call: list[Any], now: float) -> bool:
         """Tell whether bytes of files or messages have moved within the timeout, see [Note: bytes that move].
 
-        A result of True is returned again, without reading status records, until these bytes are older than the
-        timeout.
+        The last movement found is remembered: status records are read again when it is longer ago than the timeout.
         """
         since = self._guard.supervisor.since
         if self._moved and since(self._moved, now) <= self._timeout:
@@ -285,7 +287,7 @@ class Watchdog:
         return with_age(records)
 
     def _ask_silent(self) -> None:
-        """Ask ranks of this node with old status records for their stacks, which even ranks that are stuck write."""
+        """Ask each rank of this node whose status record is old to write its stacks; even a rank that is stuck can."""
         requested = 0
         for rank, record in self._records(()).items():
             if rank != self._rank and record.get("stacks") and is_silent(record, self._guard.supervisor.tick):

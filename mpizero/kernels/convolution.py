@@ -9,10 +9,10 @@ of any strides: its element [s, i, j, k, 0] is the first that the window of outp
 - :func:`window_sums` writes the sum over all positions of the products of window elements and the elements of another
   array: the gradient of the weights.
 
-An element of the first is one chain of fused multiply-adds over the window, one of the second over the positions in
-ascending order. So its bits depend neither on the shape of the field nor on the part of it that is computed, and on the
-CPU as little as those of matrix products ([Note: equal bits] in :mod:`.matmul`). On a CPU without fused multiply-adds
-NumPy multiplies, window element by window element.
+Each element of a product is one chain of fused multiply-adds over the window, each element of a sum one over the
+positions in ascending order. So its bits depend neither on the shape of the field nor on the part of it that is
+computed, and on the CPU as little as those of matrix products ([Note: equal bits] in :mod:`.matmul`). On a CPU without
+fused multiply-adds NumPy multiplies, window element by window element.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def window_products(x: Array, runs: Array, length: int, weight: Array, bias: Arr
 def _products(
     x: Array, runs: Array, packed: Array, at: Array, start: Array, out: Array, length: int, first: int, stop: int
 ) -> None:
-    """Compute the lines ``first`` to ``stop`` of ``out``, numbered over samples and the first two axes."""
+    """Compute lines ``first`` to ``stop`` of ``out``, a line being all positions along the third axis of space."""
     item, wide = out.itemsize, packed.shape[2]
     x_step, c_step = x.strides[3] // item, out.strides[3] // item
     for number in range(stop - first):
@@ -108,9 +108,9 @@ def line_products(
     x: Any, source: Any, x_step: Any, packed: Any, b_at: Any, runs: Any, at: Any, length: Any, start: Any, s_at: Any,
     out: Any, target: Any, c_step: Any, rows: Any, width: Any,
 ) -> None:  # fmt: skip
-    """Compute ``width`` columns of a line of ``rows`` positions, tile by tile.
+    """Compute ``width`` channels of the output at a line of ``rows`` positions, in tiles of a matrix product.
 
-    The last tile of a height may overlap the one before: some positions are computed twice, with the same bits.
+    A tile may overlap the one before, to keep its height: some positions are computed twice, with the same bits.
     """
     wide = packed.shape[2]
     narrow = wide < tile_columns(out.itemsize)
@@ -147,7 +147,10 @@ def line_products(
 
 
 def panel_columns(columns: int, itemsize: int) -> int:
-    """Return the columns of the tiles for so many columns: those of one vector register if they suffice, or of two."""
+    """Return how many columns a tile of the product has: those of one vector register if they suffice, or of two.
+
+    ``columns`` is how many columns the whole product has.
+    """
     wide = tile_columns(itemsize)
     return wide // 2 if columns <= wide // 2 else wide
 
@@ -155,8 +158,8 @@ def panel_columns(columns: int, itemsize: int) -> int:
 def window_sums(x: Array, runs: Array, length: int, dy: Array, boxes: Array, out: Array) -> None:
     """Write ``sum over positions of x[..., runs[r] + p] * dy[..., c]`` to ``out[r * length + p, c]``.
 
-    Each spatial tile has a sum of its own, over its positions in ascending order, samples first; the sums of tiles are
-    added by the binary tree.
+    Each spatial tile has a sum of its own, over its positions in ascending order, sample after sample; the sums of
+    tiles are added by the binary tree.
 
     Parameters
     ----------
@@ -167,10 +170,11 @@ def window_sums(x: Array, runs: Array, length: int, dy: Array, boxes: Array, out
     length : int
         Elements of a run.
     dy : Array
-        (samples, n1, n2, n3, channels), of any strides but for the last axis. Its memory goes on for a tile's columns
-        after the last element: see :func:`with_margin`.
+        (samples, n1, n2, n3, channels), of any strides but for the last axis. After its last element there is memory
+        that can be read, for the columns of one tile of a matrix product: see :func:`with_margin`.
     boxes : Array
-        First and last position (and one) of each tile on three axes: (tiles, 3, 2) integers, of 1, 2, 4, ... tiles.
+        Ranges of positions [start, stop) of each spatial tile on three axes: (tiles, 3, 2) integers, for 1, 2, 4, ...
+        tiles.
     out : Array
         Matrix (runs * length, channels), contiguous.
     """
@@ -216,9 +220,10 @@ _SHORT = 12
 
 
 def _boxes_at_once(nbytes: int, boxes: int) -> int:
-    """Return of how many tiles, whose operands have ``nbytes`` bytes in all, blocks are summed before the next block.
+    """Return over how many spatial tiles a block of the result is summed before the next block is begun.
 
-    The more, the fewer partial sums of the whole result there are; but the operands shall stay in the cache.
+    ``nbytes`` is the size of the operands of all ``boxes`` tiles. The more tiles, the fewer partial sums of the whole
+    result there are; but the operands shall stay in the cache.
     """
     together = boxes
     while together > 1 and nbytes * together > boxes * _NEAR:
@@ -228,7 +233,7 @@ def _boxes_at_once(nbytes: int, boxes: int) -> int:
 
 @kernel("void(const T[:,:,:,:,:], const T[:,:,:,:,:], const i8[:,:,::1], i8[::1], i8[::1])")
 def _lines(x: Array, dy: Array, boxes: Array, x_lines: Array, dy_lines: Array) -> None:
-    """Write the places in ``x`` and ``dy`` at which the lines of positions of all boxes begin."""
+    """Write the index in ``x``, and in ``dy``, at which each line begins: a box's positions along the last axis."""
     item, line = dy.itemsize, 0
     for box in range(boxes.shape[0]):
         a, b, c = boxes[box, 0, 0], boxes[box, 1, 0], boxes[box, 2, 0]
@@ -252,12 +257,13 @@ def _sums(
     stack: Array, left: Array, packed: Array, places: Array, length: int, x_step: int, together: int, near: int,
     wide: int, begin: int, end: int,
 ) -> None:  # fmt: skip
-    """Compute the sums of the units ``begin`` to ``end``: blocks of rows of the result, for tiles of ``wide`` columns.
+    """Compute the blocks of rows ``begin`` to ``end`` of the result, called units, with tiles of ``wide`` columns.
 
-    ``partial`` and ``stack`` are stacks of partial sums, of groups of ``together`` tiles and of tiles; the result is
-    ``partial[0]``. As many units are computed together as ``stack`` has room for, from ``near`` positions at a time,
-    which stay in the nearest cache meanwhile: ``packed`` gets their elements of ``dy``, because where they lie, many
-    channels apart, few of them fit into it. Where lines are short, ``left`` gets those of ``x``, as one line.
+    ``stack`` is a stack of partial sums of spatial tiles, ``partial`` one of sums of groups of ``together`` spatial
+    tiles; the result is ``partial[0]``. As many units are computed together as ``stack`` has room for, from about
+    ``near`` positions at a time, whose operands stay in the nearest cache meanwhile. ``packed`` gets the elements of
+    ``dy`` at these positions: in ``dy`` they lie many channels apart, so that few of them fit into the cache. Where
+    lines are short, ``left`` gets the elements of ``x``, as one line.
     """
     high = HIGH * tile_columns(dy.itemsize) // wide
     columns, blocks = partial.shape[2], (length + high - 1) // high
@@ -318,7 +324,7 @@ def _sums(
 def write_rows(
     stack: Any, at: Any, partial: Any, depth: Any, row: Any, height: Any, block: Any, wide: Any
 ) -> None:  # fmt: skip
-    """Write the first sums of a unit, which lie in blocks of ``wide`` columns, to ``height`` rows of the result."""
+    """Write a unit's sums, blocks of ``wide`` columns in ``stack[0]``, to ``height`` rows of ``partial[depth]``."""
     columns, panel = partial.shape[2], 0
     while panel * wide < columns:
         for i in range(height):
@@ -331,9 +337,9 @@ def write_rows(
 def pack_panels(
     dy: Any, dy_lines: Any, line: Any, lines: Any, count: Any, packed: Any, places: Any, panels: Any, wide: Any
 ) -> None:  # fmt: skip
-    """Copy ``lines`` lines of ``count`` positions, one panel of ``wide`` columns after the other, to ``packed``.
+    """Copy ``dy`` at ``count`` positions of each of ``lines`` lines to ``packed``, one panel after the other.
 
-    ``places`` gets where each line begins in a panel.
+    A panel holds ``wide`` channels of all these positions. ``places[i]`` gets the index at which line i begins in it.
     """
     step = dy.strides[3] // dy.itemsize
     for i in range(lines):
@@ -351,7 +357,7 @@ def pack_panels(
 def pack_rows(
     x: Any, at: Any, x_lines: Any, line: Any, lines: Any, count: Any, step: Any, left: Any, height: Any, high: Any
 ) -> None:  # fmt: skip
-    """Copy ``height`` elements of each position of ``lines`` lines to ``left``, ``high`` elements apart."""
+    """Copy ``height`` elements of ``x`` at each position of ``lines`` lines to ``left``, ``high`` for a position."""
     for i in range(lines):
         source, to = x_lines[line + i] + at, i * count * high
         for k in range(count):
@@ -367,7 +373,12 @@ def block_sums(
     x: Any, at: Any, packed: Any, panel: Any, x_lines: Any, first: Any, places: Any, lines: Any, count: Any,
     x_step: Any, stack: Any, place: Any, height: Any, wide: Any,
 ) -> None:  # fmt: skip
-    """Add the sums over ``lines`` lines of ``count`` positions to ``height`` rows of ``wide`` columns of ``stack``."""
+    """Add a block of a weight gradient, ``height`` rows of ``wide`` elements, to ``stack`` from index ``place`` on.
+
+    An element is the sum, over ``count`` positions in each of ``lines`` lines, of an element of ``x`` times one of
+    ``dy``. Line i begins in ``x`` at ``x_lines[first + i]``; row r takes the element ``at + r`` after each position.
+    ``dy`` is read from a panel of ``packed``: see :func:`pack_panels`.
+    """
     narrow = wide < tile_columns(packed.itemsize)
     high, low = (2 * HIGH, 2 * LOW) if narrow else (HIGH, LOW)
     done = 0
@@ -400,7 +411,7 @@ def block_sums(
 
 
 def with_margin(dy: Array, groups: int = 1) -> Array:
-    """Return ``dy`` as a contiguous array whose memory goes on far enough for :func:`window_sums` of its groups."""
+    """Return ``dy`` as a contiguous array, with memory after it that :func:`window_sums` of its groups may read."""
     wide = tile_columns(dy.itemsize)
     if dy.shape[-1] // groups % max(wide, 1) == 0:
         return np.ascontiguousarray(dy)
@@ -412,16 +423,16 @@ def with_margin(dy: Array, groups: int = 1) -> Array:
 
 
 def position_sums(dy: Array, boxes: Array, out: Array) -> None:
-    """Write the sum of ``dy`` (samples, n1, n2, n3, channels) over samples and tiles to ``out``, by channel.
+    """Write the sum of ``dy`` (samples, n1, n2, n3, channels) over samples and positions to ``out``, by channel.
 
-    Positions and tiles are added in the order of :func:`window_sums`.
+    Each spatial tile of ``boxes`` has a sum of its own; the order of additions is that of :func:`window_sums`.
     """
     _position_sums(np.ascontiguousarray(dy), boxes, np.empty((len(boxes).bit_length() + 1, len(out)), out.dtype), out)
 
 
 @kernel("void(const T[:,:,:,:,::1], const i8[:,:,::1], T[:,::1], T[::1])")
 def _position_sums(dy: Array, boxes: Array, stack: Array, out: Array) -> None:
-    """Compute the sums; ``stack`` is temporary memory."""
+    """Compute the sums of :func:`position_sums`; ``stack`` is temporary memory."""
     top = 0
     for box in range(boxes.shape[0]):
         stack[top] = 0

@@ -33,17 +33,17 @@ def covering(position: Any, window: Any, stride: Any, outputs: Any) -> Any:
 
 
 def clear(x: Any) -> None:
-    """Write zeros to a row."""
+    """Write zeros to ``x``, the channels of one position."""
     for c in range(x.size):
         x[c] = x.dtype.type(0)
 
 
 @kernel("void(const T[:,:,:,:,::1], const i8[:,::1], T[:,:,:,:,::1], i4[:,:,:,:,::1])", divided=("x", "y", "places"))
 def max_pool(x: Array, sizes: Array, y: Array, places: Array) -> None:
-    """Write the maximum of each window to ``y``, and the number of the first place that has it to ``places``.
+    """Write the maximum of each window to ``y``, and the index of the first place that has it to ``places``.
 
-    ``sizes`` are the windows and the strides of the three axes. Places are numbered in row-major order within a whole
-    window, also where it is cut at the end of an axis. A NaN counts as larger than all numbers.
+    ``sizes`` are the windows and the strides of the three axes: (2, 3). The index of a place is its row-major index in
+    a whole window, also where the window is cut at the end of an axis. A NaN counts as larger than all numbers.
     """
     for n in range(y.shape[0]):
         for d in range(y.shape[1]):
@@ -90,9 +90,10 @@ def max_pool_backward(dy: Array, places: Array, sizes: Array, dx: Array) -> None
 
 @kernel("void(const T[:,:,:,:,::1], const i8[:,::1], i8, T[:,:,:,:,::1])", divided=("x", "y"))
 def sum_pool(x: Array, sizes: Array, mean: int, y: Array) -> None:
-    """Write the sum of each window to ``y``, in row-major order, or, if ``mean`` is not 0, the mean.
+    """Write the sum of each window to ``y``, or the mean if ``mean`` is not 0; positions are added in row-major order.
 
-    ``sizes`` are the windows and the strides of the three axes. The mean is that of the positions which the field has.
+    ``sizes`` are the windows and the strides of the three axes: (2, 3). A window at the end of an axis covers only the
+    positions that the field has.
     """
     T = x.dtype.type  # noqa: N806
     for n in range(y.shape[0]):
@@ -141,9 +142,9 @@ def mean_pool_backward(dy: Array, sizes: Array, dx: Array) -> None:
 
 
 def place_between(output: Any, factor: Any, extent: Any) -> Any:
-    """Return where position ``output`` of a stretched axis lies on the axis itself, in units of 1 / (2 factor).
+    """Return where position ``output`` of a stretched axis lies on the original axis, in steps of 1 / (2 factor).
 
-    It is a half-pixel center, limited to the centers of the axis's first and last position.
+    Positions have half-pixel centers; the result is limited to the centers of the first and the last position.
     """
     place, last = 2 * output + 1 - factor, 2 * factor * (extent - 1)
     if place < 0:
@@ -153,7 +154,7 @@ def place_between(output: Any, factor: Any, extent: Any) -> Any:
 
 @kernel("void(const T[:,:,::1], i8, T[:,:,::1])", divided=("y", "x"))
 def interpolate(x: Array, factor: int, y: Array) -> None:
-    """Stretch the middle axis by ``factor``, by linear interpolation between the two nearest positions."""
+    """Write ``x`` to ``y`` with ``factor`` times as many positions on the middle axis, by linear interpolation."""
     T = x.dtype.type  # noqa: N806
     whole = T(2 * factor)
     for n in range(y.shape[0]):
@@ -191,9 +192,10 @@ def interpolate_backward(dy: Array, factor: int, dx: Array) -> None:
 
 @kernel("void(const T[:,:,:,:,::1], const i8[:,:,::1], f8[:,:,::1], f8[:,:,::1])", divided=("x", "mean", "squares"))
 def tile_moments(x: Array, boxes: Array, mean: Array, squares: Array) -> None:
-    """Write the mean of each sample, tile and channel, and the sum of the squared differences from it.
+    """Write the mean over each spatial tile to ``mean``, and the sum of the squared differences from it to ``squares``.
 
-    ``boxes`` are the first and the last position (exclusive) of each tile along the three axes.
+    Both are (samples, tiles, channels). ``boxes`` are the ranges [start, stop) of each tile along the three axes:
+    (tiles, 3, 2).
     """
     for n in range(x.shape[0]):
         for tile in range(boxes.shape[0]):
@@ -225,9 +227,10 @@ def tile_moments(x: Array, boxes: Array, mean: Array, squares: Array) -> None:
     divided=("dy", "x", "mean", "rstd", "sums", "products"),
 )
 def tile_sums(dy: Array, x: Array, mean: Array, rstd: Array, boxes: Array, sums: Array, products: Array) -> None:
-    """Write the sums of ``dy``, and of ``dy`` times the normalized ``x``, of each sample, tile and channel.
+    """Write the sum of ``dy`` over each spatial tile to ``sums``, and that of ``dy * (normalized x)`` to ``products``.
 
-    ``boxes`` are those of :func:`tile_moments`; ``mean`` and ``rstd`` are (samples, channels).
+    Both are (samples, tiles, channels); ``mean`` and ``rstd`` are (samples, channels). ``boxes`` are as in
+    :func:`tile_moments`.
     """
     for n in range(x.shape[0]):
         for tile in range(boxes.shape[0]):
@@ -265,10 +268,10 @@ def normalize(x: Array, mean: Array, rstd: Array, gamma: Array, beta: Array, y: 
 def normalize_backward(
     dy: Array, x: Array, gamma: Array, mean: Array, rstd: Array, mean_g: Array, mean_gs: Array, dx: Array
 ) -> None:
-    """Write the gradient of ``x`` of :func:`normalize`, of which mean and rstd depend on x, too, to ``dx``.
+    """Write the gradient of ``x``, the input of :func:`normalize`, to ``dx``; mean and rstd depend on ``x``, too.
 
-    ``mean_g`` and ``mean_gs`` are the means of dy * gamma, and of its products with the normalized x, over what the
-    statistics are computed from.
+    ``mean_g`` and ``mean_gs`` are the means of dy * gamma and of dy * gamma * (normalized x), over all elements that
+    share a mean and rstd.
     """
     for n in range(x.shape[0]):
         m, r, g, s = mean[n], rstd[n], mean_g[n], mean_gs[n]

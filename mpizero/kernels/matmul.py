@@ -79,7 +79,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], o
 
 
 def _by_numpy(chosen: KernelProducts | BlasLibrary | None, a: Array, b: Array, out: Array | None) -> Array:
-    """Multiply by NumPy; where the kernel multiplies otherwise, count it, and say so once."""
+    """Multiply by NumPy; if all other products are computed by this package's kernel, count it and print a notice."""
     if out is None and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), np.result_type(a, b))
     result: Array = np.matmul(a, b) if out is None else recording.call(np.matmul, a, b, out)
@@ -336,8 +336,8 @@ def tiles(
 ) -> None:  # fmt: skip
     """Multiply the packed block at index ``left`` of ``memory`` by the packed panel at index ``right``, tile by tile.
 
-    The sums overwrite ``c`` from index ``c_at`` on, or are added there if ``first`` is 0. Meanwhile the tiles prefetch
-    parts of ``b`` by the plan ``ahead``: see :func:`next_panels`.
+    The sums overwrite ``c`` from index ``c_at`` on, or are added there if ``first`` is 0. While tiles of the product
+    are computed, parts of ``b`` are prefetched: ``ahead`` is the plan of :func:`next_panels`.
     """
     prefetch, further, tiles_left, mask, step, line = ahead
     row = 0
@@ -388,7 +388,7 @@ def pack_right(
 ) -> None:  # fmt: skip
     """Copy ``terms`` rows of ``columns`` elements, from index ``at`` of ``b`` on, to index ``right`` of ``memory``.
 
-    The remaining columns of a tile become 0. If the rows of ``b`` are contiguous, ``panels`` panels are copied at once.
+    The remaining columns of a tile become 0. If rows of ``b`` are contiguous, ``panels`` panels are copied together.
     """
     wide, packed = tile_columns(b.itemsize), 0
     if columns == wide and by_rows:
@@ -406,7 +406,7 @@ def pack_right(
 
 
 def pack_transposed(x: Any, at: Any, step: Any, count: Any, terms: Any, memory: Any, to: Any) -> Any:
-    """Copy columns of ``count`` rows of ``terms`` elements, one after the other, to ``memory``; return their number.
+    """Copy columns of ``count`` rows of ``terms`` elements, one after the other, to ``memory``; return how many.
 
     Only as many columns are copied as fill whole vectors. ``count`` is the number of rows of a high tile, or of its
     columns. Rows that do not fill a vector are copied first, by whole vectors; the other rows then overwrite the

@@ -41,7 +41,7 @@ VECTOR, HIGH, LOW, UNROLL = registers()
 
 
 def tile_columns(itemsize: int) -> int:
-    """Return the number of columns of a tile, for elements of ``itemsize`` bytes."""
+    """Return how many columns a tile of a matrix product has, for elements of ``itemsize`` bytes."""
     return _ACROSS * VECTOR // itemsize
 
 

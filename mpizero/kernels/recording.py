@@ -30,19 +30,19 @@ ACTIVE: dict[int, Recording] = {}
 
 
 class Recording:
-    """Collect the calls of this thread while it is active, as a context manager.
+    """Collect the calls of this thread inside a ``with`` block.
 
     Parameters
     ----------
     workspaces : dict
         The temporary memory of :func:`temporary`, by dtype, which several recordings may share.
     run : Run
-        What the recorded pass gets besides its input.
+        What the recorded pass gets besides its input: step, seed, samples.
 
     Attributes
     ----------
     calls : list of (callable, tuple)
-        The calls in their order, and their arguments.
+        The calls in their order: what was called, and its arguments.
     """
 
     def __init__(self, workspaces: dict[str, Array] | None = None, run: Run = EVALUATE) -> None:
@@ -61,10 +61,10 @@ class Recording:
             self._runs += [(index, position, run) for position, run in enumerate(arguments) if isinstance(run, Run)]
 
     def repeat(self, run: Run = EVALUATE) -> None:
-        """Repeat all calls: the contents of their arguments may have changed, the arguments have not.
+        """Repeat all calls with the same arguments, the contents of whose arrays may have changed.
 
-        Only arguments of type :class:`~mpizero.types.Run`, such as that of dropout, become those of the pass with
-        ``run``.
+        Only arguments of type :class:`~mpizero.types.Run`, such as dropout's, are replaced: by what they are in the
+        pass with ``run``.
         """
         for index, position, recorded in self._runs:
             function, arguments = self.calls[index]
@@ -74,7 +74,7 @@ class Recording:
             function(*arguments)
 
     def memory(self, *others: Array) -> dict[int, int]:
-        """Return the sizes in bytes of the arrays that the calls use, by identity; memory of ``others`` is left out."""
+        """Return the bytes of each array that the calls use, by its ``id``; memory of ``others`` is left out."""
         excluded = {id(_owner(array)) for array in others}
         values = (value for _, arguments in self.calls for value in arguments if type(value) is np.ndarray)
         owners = {id(owner): owner.nbytes for owner in map(_owner, values)}
@@ -82,7 +82,7 @@ class Recording:
 
 
 def rebased_run(derived: Run, old: Run, new: Run) -> Run:
-    """Return ``derived``, made by a layer of the recorded pass's ``old``, with samples and step of ``new``."""
+    """Return what a layer makes of the Run ``new``, given ``derived``, which it made of ``old``."""
     first = new.first_sample + derived.first_sample - old.first_sample
     return replace(derived, seed=new.seed, step=new.step, epoch=new.epoch, first_sample=first)
 
@@ -95,7 +95,7 @@ def _owner(array: Array) -> Array:
 
 
 def recording_is_on() -> bool:
-    """Tell whether calls are recorded: unless the environment variable MPIZERO_REPLAY is 0.
+    """Tell whether calls are recorded: they are unless the environment variable MPIZERO_REPLAY is 0.
 
     Raises
     ------
@@ -108,11 +108,11 @@ def recording_is_on() -> bool:
 
 
 class RecordedCall:
-    """Call a function again and again, from a recording where it can: see [Note: proof of a recording].
+    """Call a function repeatedly, or repeat a recording of it instead: see [Note: proof of a recording].
 
     [Note: proof of a recording] A recording that misses something that the function computes would give wrong numbers.
-    So a recording is tried before it is used: the function and the recording compute the same from numbers that the
-    recording has not seen, and all that they write must have the same bits. Otherwise the function is called as ever.
+    So a recording is tried before it is used: the function and the recording both compute from numbers that the
+    recording has not seen, and all that they write must have the same bits. Otherwise the recording is not used.
 
     Attributes
     ----------
@@ -138,11 +138,12 @@ class RecordedCall:
         Parameters
         ----------
         function : callable
-            Its kernels read the numbers in the arrays that it is given, and arrays that depend on ``operands`` alone.
+            Function whose kernels read ``scalars``, and besides them only arrays that ``operands`` determine.
         operands : tuple
-            Arrays, numbers and bytes on which it depends, always as many; few of them differ from call to call.
+            Arrays, numbers and bytes on which ``function`` depends, as many in each call. Each different tuple of them
+            has a recording of its own, so there should be few.
         scalars : sequence of Array
-            Small arrays whose numbers differ from call to call.
+            Small arrays whose contents differ from call to call.
         written : callable
             Returns the arrays that the function updates, which the proof copies.
         """
@@ -186,7 +187,7 @@ class RecordedCall:
 
 @dataclass
 class _Variant:
-    """Hold the operands of calls, how often they were the same, and the recording with its scalars."""
+    """Hold the operands of calls, how many calls had them, and the recording, if there is one, with its scalars."""
 
     operands: tuple[Any, ...]
     calls: int = 0
@@ -214,7 +215,7 @@ def _write(arrays: Sequence[Array], contents: Sequence[Array]) -> None:
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)``; while a recording is active in this thread, record it and no call inside it."""
+    """Return ``function(*arguments)``; an active recording of this thread gets this call, and none made inside it."""
     if not ACTIVE or (recording := ACTIVE.pop(get_ident(), None)) is None:
         return function(*arguments)
     try:

@@ -1,12 +1,12 @@
-"""Compute the loops of Fourier layers on the CPU: truncated transforms as products of matrices, tile by tile.
+"""Compute the loops of Fourier layers on the CPU: truncated transforms of fields, as products of matrices.
 
 The basis of an axis is a matrix of cosines and sines at its positions (:func:`turns` makes their values). A transform
 applies the bases of three axes one after the other.
 
-- :func:`analyse` sums the products of a field and the basis functions over each spatial tile, and adds the tiles by the
-  binary tree.
-- :func:`synthesize` adds up basis functions at each position: the adjoint of the former.
-- :func:`mode_products` multiplies many pairs of small matrices, those of the modes.
+- :func:`analyse` sums the products of a field and the basis functions over each spatial tile, and adds the sums of
+  tiles by the binary tree.
+- :func:`synthesize` adds up basis functions at each position: the adjoint of :func:`analyse`.
+- :func:`mode_products` multiplies many pairs of small matrices, one pair for each mode.
 
 All consist of products of matrices that are read where they lie, by :class:`mpizero.kernels.matmul_tile.RunsTile`. An
 element of a product is one chain of fused multiply-adds in ascending order, so its bits depend neither on the shape of
@@ -56,8 +56,8 @@ def _turns(cosines: Array, sines: Array) -> None:
 def analyse(x: Array, bases: Bases, boxes: Array) -> Array:
     """Return the sums over space of the products of a field and the basis functions, for each sample and channel.
 
-    Each spatial tile has a sum of its own, over its positions in ascending order, axis by axis, the last one first; the
-    sums of tiles are added by the binary tree.
+    Each spatial tile has a sum of its own, over the last axis first, then over the axes before it, each in ascending
+    order; the sums of tiles are added by the binary tree.
 
     Parameters
     ----------
@@ -66,7 +66,8 @@ def analyse(x: Array, bases: Bases, boxes: Array) -> Array:
     bases : tuple of Array
         For each of three axes its basis functions at the positions of ``x``.
     boxes : Array
-        First and last position (and one) of each tile on three axes: (tiles, 3, 2) integers, of 1, 2, 4, ... tiles.
+        Ranges of positions [start, stop) of each spatial tile on three axes: (tiles, 3, 2) integers, for 1, 2, 4, ...
+        tiles.
 
     Returns
     -------
@@ -103,10 +104,10 @@ def _analyse(
     x: Array, first: Array, second: Array, third: Array, shape: Array, boxes: Array, start: Array, none: Array,
     memory: Array, after: int, stack: Array, out: Array,
 ) -> None:  # fmt: skip
-    """Compute the sums; ``memory`` gets those over the last axis, and from index ``after`` on those over two axes.
+    """Compute the sums of :func:`analyse`; ``memory`` and ``stack`` are temporary memory.
 
-    ``shape`` is that of ``x``, the numbers of basis functions, and whether there is a first axis. ``stack`` is
-    temporary memory, too.
+    ``memory`` gets the sums over the last axis, and from index ``after`` on those over the last two axes. ``shape``
+    holds the shape of ``x``, how many basis functions each axis has, and whether the field has three axes.
     """
     n1, n2, n3, channels, f1, f2, f3 = shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7]
     row = f3 * channels
@@ -183,7 +184,10 @@ def _synthesize(
     sums: Array, first: Array, second: Array, third: Array, shape: Array, start: Array, zeros: Array, none: Array,
     memory: Array, after: int, out: Array,
 ) -> None:  # fmt: skip
-    """Compute the field; ``memory`` gets a plane along the first axis, from index ``after`` on one along two axes."""
+    """Compute the field of :func:`synthesize`, one position of the first axis after the other.
+
+    ``memory`` gets the sums over the functions of the first axis, and from index ``after`` on those over two axes.
+    """
     f1, f2, f3, channels, n1, n2, n3 = shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], shape[7]
     row, line, begins = f3 * channels, n3 * channels, shape[8]
     plane = f2 * row
@@ -227,10 +231,11 @@ def products(
     a: Any, a_at: Any, a_step: Any, rows: Any, terms: Any, b: Any, b_at: Any, b_step: Any, columns: Any, start: Any,
     s_at: Any, s_step: Any, out: Any, out_at: Any, out_step: Any, none: Any,
 ) -> None:  # fmt: skip
-    """Write a product of matrices that begin at the given indices, and whose rows are so many elements apart.
+    """Write the product of the matrices ``a`` and ``b`` to ``out``.
 
-    Sums begin with the elements of ``start``, the first columns of which stand for all if ``s_step`` is 0; ``none`` is
-    [0]. The last tile of a height may overlap the one before: some rows are computed twice, with the same bits.
+    A matrix begins at index ``*_at`` of its array; its rows are ``*_step`` elements apart. Sums begin with the elements
+    of ``start``, or, if ``s_step`` is 0, those of each tile of the product with the same few, from ``s_at`` on.
+    ``none`` is [0]. A tile may overlap the one before: some rows are computed twice, with the same bits.
     """
     wide, left = tile_columns(out.itemsize), 0
     while left < columns:
@@ -277,19 +282,19 @@ _NONE = np.zeros(1, np.int64)
 
 
 def _in_parts(task: Callable[[slice], None], length: int, work: int) -> None:
-    """Call ``task`` with the parts of a range, each in a thread of its own if the work is worth it."""
+    """Call ``task`` with slices that divide ``length`` samples or modes, in threads if ``work`` is worth it."""
     parts = min(length, jit.threads_for(work, _WORTH_A_THREAD))
     jit.run_tasks([functools.partial(task, part) for part in jit.parts_of(length, parts)], parts)
 
 
 def _of_tile(x: Array, bases: Bases, box: list[list[int]]) -> tuple[Array, list[Array]]:
-    """Return a tile of a field, and the bases at its positions."""
+    """Return a spatial tile of a field, and the bases at its positions."""
     places = [slice(*pair) for pair in box]
     return x[(slice(None), *places)], [basis[:, place] for basis, place in zip(bases, places, strict=True)]
 
 
 def _transformed(x: Array, bases: Any) -> Array:
-    """Return the products of a field with the bases of its axes, by NumPy, the last one first."""
+    """Return the product of a field with the bases of its three axes, the last axis first, by NumPy."""
     for axis in (3, 2, 1):
         x = np.moveaxis(np.tensordot(bases[axis - 1], x, (1, axis)), 0, axis)
     return x

@@ -136,7 +136,7 @@ class Grains:
         return tuple(slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size))
 
     def assigned(self, part: int, parts: int) -> range:
-        """Return the numbers of the grains of worker ``part`` (from 0) of ``parts``, a :class:`.Partition` shard."""
+        """Return the indices of the grains of worker ``part`` (from 0) of ``parts``, a :class:`.Partition` shard."""
         shard = Partition(self.count, parts).shard(part)
         return range(shard.start, shard.stop)
 
@@ -160,12 +160,12 @@ def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
 
 
 def contiguous_parts(grid: NodeOrder, count: int) -> list[range]:
-    """Return the numbers of the grains of every data rank; the ranks are listed node after node.
+    """Return for every data rank the indices of its grains, of ``count``; the ranks are listed node after node.
 
     The grains are assigned as by :func:`contiguous_owners`. With context groups, the part of a grain that one rank of
-    the group computes counts as a grain: ``count`` is then the number of parts of all grains, and the returned numbers
-    are those that :func:`grain_part_number` gives to the parts. The parts of a grain have consecutive numbers, one for
-    each rank of the group.
+    the group computes counts as a grain: ``count`` is then how many parts all grains have, and the returned indices are
+    those that :func:`grain_part_number` gives to the parts. The parts of a grain have consecutive indices, one for each
+    rank of the group.
     """
     contexts, parts = grid.context.size, []
     for position in range(grid.data.size):

@@ -6,10 +6,10 @@ along each axis in one and two dimensions and 4 in three, whatever the number of
 tree of :mod:`.sum_tree`. So the bits of such a sum do not depend on how ranks cut the space (:class:`Cut`), as long as
 each rank has whole tiles.
 
-Tile i of an axis of n positions begins at position ceil(i n / T), T being the number of tiles: a tile of a field that
-is half as wide begins where, in the wider one, a tile of the same number begins, within a position. Tiles are numbered
-in Morton order: the bits of their coordinates take turns, those of the first axis first. Half of an axis is then one
-subtree of the tree (or few of them), so a rank that has half of the field has few partial sums.
+Tile i of an axis of n positions begins at position ceil(i n / T), T being the number of tiles: so tile i of a field on
+a grid half as fine covers the same part of space, within a position. Tiles are numbered in Morton order: an index is
+made of the bits of the coordinates by turns, the first axis first. Half of an axis is then one subtree of the tree (or
+few of them), so a rank that has half of the field has few partial sums.
 
 Everything here is computed from integers, without MPI.
 """
@@ -40,7 +40,7 @@ def bounds(extent: int, tiles: int) -> list[int]:
 
 
 def morton(coordinates: Sequence[int], tiles: int) -> int:
-    """Return the number of the tile with the given coordinates, where each axis has ``tiles`` tiles, a power of two."""
+    """Return the index of the tile with the given coordinates, where each axis has ``tiles`` tiles, a power of two."""
     number = 0
     for bit in reversed(range(tiles.bit_length() - 1)):
         for at in coordinates:
@@ -50,9 +50,9 @@ def morton(coordinates: Sequence[int], tiles: int) -> int:
 
 @lru_cache(maxsize=1024)
 def tile_boxes(extents: tuple[int, ...]) -> tuple[Box, ...]:
-    """Return the box of each tile of a space with the given extents, in the order of the tiles' numbers.
+    """Return the box of each tile of a space with the given extents, in the order of the tiles' indices.
 
-    The boxes of tiles without positions, on axes shorter than the number of tiles, are among them.
+    On an axis with fewer positions than tiles, some tiles are empty; their boxes are included.
 
     Examples
     --------
@@ -114,10 +114,10 @@ def inside(position: int, extent: int, mode: str) -> int | None:
 
 @lru_cache(maxsize=4096)
 def axis_pieces(starts: tuple[int, ...], low: int, high: int, mode: str) -> tuple[AxisPiece, ...]:
-    """Return where the positions ``low`` to ``high`` of an axis are, whose parts begin at ``starts``.
+    """Return which part of an axis has which of the positions ``low`` to ``high``; parts begin at ``starts``.
 
     The last number of ``starts`` is the extent of the axis. Positions outside of the axis have the values that ``mode``
-    says (:func:`inside`); those of zeros are in no segment.
+    says (:func:`inside`); positions whose value is zero are in no piece.
     """
     found: list[AxisPiece] = []
     part, end = 0, len(starts) - 1
@@ -179,7 +179,7 @@ class Cut:
         return prod(self.parts)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Return the number of a rank's part of each axis."""
+        """Return, for each axis, the index of the part that a rank has."""
         found = []
         for count in reversed(self.parts):
             rank, at = divmod(rank, count)
@@ -193,7 +193,7 @@ class Cut:
         return tuple(tuple(bounds(n, tiles)[i] for i in edge) for n, edge in zip(extents, edges, strict=True))
 
     def box(self, extents: Sequence[int], rank: int) -> Box:
-        """Return the positions of a rank, in a space with the given extents."""
+        """Return the box of positions that a rank has in a space with the given extents."""
         found = zip(self.starts(extents), self.coordinates(rank), strict=True)
         return tuple(slice(starts[i], starts[i + 1]) for starts, i in found)
 

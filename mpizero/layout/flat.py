@@ -163,10 +163,10 @@ class Unit:
         return {block: tuple(ranges) for block, ranges in by_block.items()}
 
     def gradient_of(self, offset: int) -> int:
-        """Return the index, in this unit's gradient space, of the gradient of element ``offset`` of the flat array.
+        """Return the index, among this unit's gradients, of the gradient of element ``offset`` of the flat parameters.
 
-        An element of a frozen parameter has no gradient. For such an element, return the index at which the gradients
-        of the elements before it end.
+        The gradients of a unit leave out frozen parameters. For an element of one of these, return the index at which
+        the gradients of the elements before it end.
         """
         position = 0
         for entry in self.entries:

@@ -351,11 +351,11 @@ class NodeOrder:
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """The data ranks at this rank's place in each group of nodes, which keep the same shards of parameters."""
+        """The data ranks that keep the same shards of parameters as this rank: one in each group of nodes."""
         return self.replicas_of(self.data.rank)
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """Return the data ranks at the place of data rank ``rank`` in each group of nodes, in the order of the groups.
+        """Return the data ranks that hold the same shard as data rank ``rank``: one in each group of nodes, in order.
 
         Not collective.
         """
@@ -363,7 +363,7 @@ class NodeOrder:
 
     @cached_property
     def _replicas(self) -> dict[int, tuple[int, ...]]:
-        """For each data rank, the data ranks at its place in each group of nodes."""
+        """For each data rank, the data ranks that keep the same shards: one in each group of nodes."""
         places = (
             zip(*(self.nodes[node] for node in place), strict=True) for place in zip(*self.shard_groups, strict=True)
         )
@@ -425,17 +425,18 @@ def shard_groups(
 ) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Divide the nodes of data groups into groups of ``shard_nodes`` nodes, over each of which parameters are sharded.
 
-    Return, for each data group (its ranks in the world), the indices among its nodes of those in every group. If ranks
-    share no memory, each rank counts as a node in the result, but not in ``shard_nodes``. There is one group with all
-    nodes if ``shard_nodes`` is None, or not less than the number of nodes. The nodes at the same place of all groups
-    hold the same parameters.
+    Return a dictionary: the key is a data group (its ranks in the world), the value has one tuple for each group of
+    nodes, with the indices of these nodes among the nodes of the data group. If ranks share no memory, each rank counts
+    as a node in the result, but not in ``shard_nodes``. There is one group with all nodes if ``shard_nodes`` is None,
+    or not less than the number of nodes. The first nodes of all groups hold the same parameters, the second ones, and
+    so on.
 
     Parameters
     ----------
     axes : Axes
         The axes of parallelism.
     hosts : sequence of int
-        For every rank of the world, the number of its node.
+        For every rank of the world, the index of its node.
     shard_nodes : int or None
         Number of nodes in a group.
     share : bool
@@ -473,7 +474,7 @@ def shard_groups(
 def by_node(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return, for every node, the indices of ``hosts`` that hold its number.
 
-    ``hosts`` holds the number of each rank's node. Nodes come in the order in which their numbers first appear.
+    ``hosts`` holds the index of each rank's node. Nodes come in the order in which their indices first appear.
     """
     nodes: dict[int, list[int]] = {}
     for index, host in enumerate(hosts):

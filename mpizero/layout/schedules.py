@@ -129,11 +129,11 @@ class Schedule:
     programs: tuple[tuple[Instruction, ...], ...]
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """Return the numbers of a stage's chunks, in ascending order."""
+        """Return the indices of a stage's chunks, in ascending order."""
         return tuple(chunk for chunk, owner in enumerate(self.stage_of) if owner == stage)
 
     def caches(self) -> tuple[int, ...]:
-        """Return, for every stage, the largest number of activation caches that it holds at once.
+        """Return, for every stage, the most activation caches that it holds at the same time.
 
         An activation cache is what the forward pass of one chunk on one micro-batch keeps for its backward pass. The
         cache lives from the start of the forward pass to the end of the backward pass (or of its weight half).
@@ -141,7 +141,7 @@ class Schedule:
         return tuple(round(peak) for peak in self.peaks([1.0] * self.chunks))
 
     def peaks(self, sizes: Sequence[float], deferred: Sequence[float] | None = None) -> tuple[float, ...]:
-        """Return, for every stage, the largest total size of the activation caches that it holds at once.
+        """Return, for every stage, the largest total size of the activation caches that it holds at the same time.
 
         An activation cache is what the forward pass of one chunk on one micro-batch keeps for its backward pass.
 
@@ -617,7 +617,7 @@ class Simulation:
 
     @property
     def caches(self) -> tuple[int, ...]:
-        """For every stage, the largest number of activation caches (one per chunk and micro-batch) held at once."""
+        """For every stage, the most activation caches (one per chunk and micro-batch) that exist at the same time."""
         return self.schedule.caches()
 
 

@@ -5,8 +5,8 @@ The node ``(level, position)`` of the tree is the sum of its children ``(level-1
 gradients of the grains, which are fixed slices of the global batch (or the elements of a tensor). All sums follow this
 tree, so the bits of the root depend on the leaves alone. A *row* is an array with one gradient vector or one partial
 sum of them; a *worker* is a rank that computes grains. There are three kinds of plans: workers compute grains in rounds
-(:func:`round_plan`), sum their own grains first (:func:`rows_plan`), or take parts of a node's grains whenever they are
-free (:func:`dynamic_parts`).
+(:func:`round_plan`), each worker sums its own grains first (:func:`rows_plan`), or workers that share memory take the
+next part of their grains whenever they are free (:func:`dynamic_parts`).
 
 [Note: tree programs] A sum is passed to the kernels as a *program*, a tuple of integers that is executed by a stack
 machine over the rows of a matrix: ``v >= 0`` pushes row v, ``-1`` pops the top of the stack and adds it to the entry
@@ -37,7 +37,7 @@ class TreeNode(NamedTuple):
     position: int
 
     def leaves(self, total: int) -> range:
-        """Return the numbers of the leaves below this node, whose sum it is, in a tree of ``total`` leaves."""
+        """Return the indices of the leaves whose sum this node is, in a tree of ``total`` leaves."""
         return range(self.position << self.level, min((self.position + 1) << self.level, total))
 
 
@@ -55,11 +55,11 @@ def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
 
 @dataclass(frozen=True)
 class Leaves:
-    """Number the leaves of the tree where each grain is computed in several parts, which are added up first.
+    """Say which leaf of the tree each part of a grain is, where grains are computed in several parts.
 
     Part i, counted over all grains, is part ``i % parts`` of grain ``i // parts``. Each grain has a subtree of its own,
-    of the next power of two of leaves, of which the last may be missing. So grains are added in the same order, however
-    many parts they have.
+    with the next power of two of leaves, of which the last may be missing. So the parts of a grain are added first, and
+    grains are added in the same order, however many parts they have.
 
     Parameters
     ----------
@@ -83,16 +83,16 @@ class Leaves:
         return 1 << (self.parts - 1).bit_length()
 
     def number(self, part: int) -> int:
-        """Return the leaf of a part."""
+        """Return the index of the leaf that a part is."""
         return part if self.wide == self.parts else part // self.parts * self.wide + part % self.parts
 
     @cached_property
     def end(self) -> int:
-        """The number after the last leaf."""
+        """The index after the last leaf's."""
         return self.number(self.count - 1) + 1 if self.count else 0
 
     def missing(self, leaf: int) -> bool:
-        """Tell whether neither a leaf nor those after it in the grain's subtree exist."""
+        """Tell whether a leaf does not exist; then the leaves after it in the grain's subtree do not exist, either."""
         return leaf >= self.end or leaf % self.wide >= self.parts
 
 
@@ -161,8 +161,9 @@ def leaves_program(count: int) -> Program:
 class FoldStep(NamedTuple):
     """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds the gradient to stored partial sums.
 
-    The gradient of grain number ``grain`` is written to row number ``row``, or to no row if that is None. The gradient
-    is then added to row ``targets[0]``, the resulting sum to row ``targets[1]``, and so on.
+    A row is an array that holds a gradient or a partial sum. The gradient of grain ``grain`` is written to row ``row``,
+    or to no row if that is None. The gradient is then added to row ``targets[0]``, the resulting sum to row
+    ``targets[1]``, and so on.
     """
 
     grain: int
@@ -181,9 +182,9 @@ class FoldPlan:
     folds : tuple of FoldStep
         The steps, one for each grain.
     sums : tuple of (TreeNode, int)
-        The partial sums at the end: nodes of the tree, each with the number of the row that holds its value.
+        The partial sums at the end: nodes of the tree, each with the index of the row that holds its value.
     rows : int
-        Number of rows that the rank needs.
+        How many rows the rank needs.
     """
 
     folds: tuple[FoldStep, ...]
@@ -204,17 +205,17 @@ class Folding:
     total : int or Leaves
         Number of grains of all ranks, or their parts.
     limit : int or None
-        If ``limit`` is given, a gradient that is added to another row at once gets a row of its own only if one of the
-        first ``limit`` rows is free. Without a row of its own, a gradient is written part by part to a scratch array,
-        and each part is added to the other row before the next part is written. Gradients that are not added at once
+        If ``limit`` is given, a gradient that is immediately added to another row gets a row of its own only if one of
+        the first ``limit`` rows is free. Without a row of its own, a gradient is written part by part to a scratch
+        array, and each part is added to the other row before the next part is written. Gradients that are added later
         always get a row.
 
     Attributes
     ----------
     sums : list of (TreeNode, int)
-        The partial sums so far: nodes of the tree, each with the number of the row that holds its value.
+        The partial sums so far: nodes of the tree, each with the index of the row that holds its value.
     rows : int
-        Number of rows that have been used.
+        How many rows have been used.
     """
 
     def __init__(self, total: int | Leaves, limit: int | None = None) -> None:
@@ -223,7 +224,7 @@ class Folding:
         self._leaves, self._limit = Leaves.of(total), limit
 
     def add(self, grain: int) -> FoldStep:
-        """Return the step for the next grain; ``grain`` must be greater than the numbers of all earlier grains."""
+        """Return the step for the next grain; its index ``grain`` must be greater than that of every earlier grain."""
         taken = {row for _, row in self.sums}
         node, targets = _climb(TreeNode(0, self._leaves.number(grain)), self._leaves), list[int]()
         while node.position % 2 and self.sums and self.sums[-1][0] == TreeNode(node.level, node.position - 1):
@@ -237,7 +238,7 @@ class Folding:
 
 
 def fold_plan(grains: Iterable[int], total: int | Leaves, *, limit: int | None = None) -> FoldPlan:
-    """Plan how one rank sums the gradients of ``grains``, ascending numbers below ``total``, by :class:`Folding`.
+    """Plan how one rank sums the gradients of ``grains``, ascending indices below ``total``, by :class:`Folding`.
 
     Only neighbours in the tree can be added. So consecutive grains need few rows, and grains that are separated by
     grains of other ranks need one row each.
@@ -253,7 +254,7 @@ class Merge(NamedTuple):
     Attributes
     ----------
     row : int
-        Number of the stack row (a row of the owner that keeps a partial sum from round to round).
+        Index of the stack row (a row of the owner that keeps a partial sum from round to round).
     program : tuple of int
         The program, as the note on tree programs defines it.
     """
@@ -300,9 +301,9 @@ class RoundPlan:
     rounds : tuple of Round
         The rounds, in order.
     rows : int
-        Number of stack rows that every owner of gradients needs to keep partial sums from round to round.
+        How many stack rows every owner of gradients needs to keep partial sums from round to round.
     root : int
-        Number of the stack row that holds the sum of all grains after the last round.
+        Index of the stack row that holds the sum of all grains after the last round.
     """
 
     rounds: tuple[Round, ...]
@@ -313,8 +314,8 @@ class RoundPlan:
 def round_plan(total: int | Leaves, groups: Sequence[int]) -> RoundPlan:
     """Assign ``total`` grains, or parts of grains, to workers in rounds and plan the sums of each round.
 
-    ``groups[i]`` is the number of workers of group i: of node i, say. In round k, worker w computes grain number
-    k * (number of workers) + w.
+    A worker is a rank that computes grains, and ``groups[i]`` is how many workers group i has (those of node i, say).
+    Of n workers, worker w computes grain k * n + w in round k.
     """
     workers, leaves = sum(groups), Leaves.of(total)
     stack: list[tuple[TreeNode, int]] = []
@@ -431,9 +432,9 @@ def rows_plan(
 ) -> RowsPlan:
     """Plan the sum of ``total`` grains where worker w computes and sums the grains ``assigned[w]``.
 
-    ``groups[i]`` is the number of workers of group i: of node i, say. The workers of a group have consecutive numbers.
-    With ``scratch``, gradients that are added at once do not increase the number of rows, see :class:`Folding`.
-    ``rows`` is the number of rows that every worker has already allocated; None means the smallest possible number.
+    ``groups[i]`` is how many workers group i has (those of node i, say). The workers of a group are consecutive.
+    A worker has ``rows`` rows, arrays for one gradient or partial sum each; None means as few as possible. ``scratch``
+    says whether a gradient that is added to a row immediately may do without a row of its own, see :class:`Folding`.
     """
 
     def planned(limit: int | None) -> tuple[FoldPlan, ...]:

@@ -34,8 +34,8 @@ _REAL, _FLOATS = frozenset("biuf"), frozenset("fd")
 def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], object] | None = None) -> Array:
     """Return the product of two matrices, written to ``out`` if that is given.
 
-    NumPy arrays are multiplied by :mod:`mpizero.kernels.matmul`, which calls ``between`` during long products, arrays
-    on a GPU by :mod:`mpizero.kernels.gpu`.
+    NumPy arrays are multiplied by :mod:`mpizero.kernels.matmul`, and arrays on a GPU by :mod:`mpizero.kernels.gpu`.
+    During long products of NumPy arrays ``between``, such as a poll of messages, is called repeatedly.
     """
     if isinstance(a, np.ndarray):
         return host_products.matmul(a, b, out, between)

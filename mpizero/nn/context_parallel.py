@@ -102,8 +102,8 @@ class Tile(NamedTuple):
 class Zigzag:
     """Cut a sequence into 2 * ranks chunks by the shard rule; rank r holds chunks r and 2 * ranks - 1 - r.
 
-    With this cut all ranks compute about the same number of unmasked scores, in total and with the keys of each single
-    rank. The numbers of positions on two ranks differ by one at most.
+    With this cut all ranks compute about as many unmasked scores, in total and also with the keys of any one rank (in
+    one step of ring attention). The counts of positions on two ranks differ by one at most.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class Zigzag:
         return np.concatenate([np.arange(chunk.start, chunk.stop, dtype=np.int64) for chunk in self._chunks[rank]])
 
     def scores(self, rank: int) -> int:
-        """Count the scores that rank ``rank`` computes: those in all tiles of its queries and the keys of all ranks."""
+        """Count the scores that rank ``rank`` computes: all tiles of its queries with the keys of all ranks."""
         queries = [
             (first, min(first + QUERIES, chunk.stop))
             for chunk in self._chunks[rank]
@@ -573,7 +573,7 @@ class Positionwise(ContextLayer, Wrapper):
     group: Group
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the wrapped layer's operations for this rank's positions of a sample of ``shape``."""
+        """Count the wrapped layer's operations for this rank's positions of a sample of ``shape``."""
         return self.layer.operations(self.local_shape(shape))
 
 

@@ -3,9 +3,9 @@
 :class:`Conv` and :class:`ConvTranspose` are made of the same three functions. :func:`_convolve` computes each position
 of the result from a window of the input, :func:`_convolve_adjoint` is the adjoint of that, and
 :meth:`_Window._weight_gradients` sums over space. No matrix of columns is formed; the sums are those of
-:mod:`mpizero.kernels.convolution`. So an element of the output, or of the gradient of the input, depends on no other
-element's place, and gradients of weights are sums over spatial tiles, added by the binary tree
-(:mod:`mpizero.layout.fields`).
+:mod:`mpizero.kernels.convolution`. So the bits of an element of the output, or of the gradient of the input, do not
+depend on which other elements are computed with it; and gradients of weights are sums over spatial tiles, added by the
+binary tree (:mod:`mpizero.layout.fields`).
 
 A layer first fetches what its windows read (:mod:`mpizero.nn.space`), with what is around the field: zeros, or the
 field itself, continued periodically or reflected. Zeros are multiplied like all other values.
@@ -128,9 +128,10 @@ class _Window(FieldLayer):
     ) -> tuple[Array, Array]:
         """Return this rank's shares of the gradients of weight and bias. Collective if space is cut.
 
-        The first are, for each group, the sums over space of the windows of ``x``, padded already, times ``dy``:
-        (groups, taps * channels of x, channels of dy), where ``extents`` are those of the whole field of ``dy``. The
-        second are the sums of ``outer``, part of a field of the extents ``finest``; none without a bias.
+        The gradient of the weight is, for each group, the sum over space of the windows of ``x``, padded already, times
+        ``dy``: (groups, taps * channels of x, channels of dy). That of the bias is the sum of ``outer`` over space,
+        (outputs,), or empty without a bias. ``extents`` are those of the whole field of ``dy``, ``finest`` those of the
+        whole field of ``outer``.
         """
         steps, origin, counts = self._by_axis("stride"), (0,) * len(self.kernel), dy.shape[1:-1]
         taps = [range(0, reach + 1, d) for reach, d in zip(self.reach, self._by_axis("dilation"), strict=True)]
@@ -149,7 +150,7 @@ class _Window(FieldLayer):
         return share[:size].reshape(shape), share[size:]
 
     def _ends(self, axis: int, space: Sequence[int]) -> list[int]:
-        """Return how many positions of an axis the ranks have that have its first and its last one."""
+        """Return how many positions of an axis the first rank along it has, and how many the last."""
         starts = self._space.cut_of(len(space)).starts(space)[axis]
         sizes = [stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True) if stop > start]
         return [sizes[0], sizes[-1]]
@@ -184,7 +185,7 @@ def _all_whole(values: Sequence[Any]) -> bool:
 
 
 def _windows(x: Array, first: Sequence[int], steps: Sequence[int], counts: Sequence[int]) -> Array:
-    """Return the view of windows of a field that begin at ``first`` and then every ``steps`` positions, by axis."""
+    """Return the view of windows of ``x``: by axis ``counts`` windows, the first at ``first``, ``steps`` apart."""
     rows = zip(first, steps, counts, strict=True)
     places = (slice(i, i + step * (count - 1) + 1, step) if count else slice(0, 0) for i, step, count in rows)
     return with_three_axes(x[(slice(None), *places, slice(0, 1))])
@@ -196,7 +197,7 @@ def _runs(x: Array, offsets: Sequence[Sequence[int]]) -> tuple[Array, int]:
 
 
 def _parts(x: Array, groups: int) -> list[Array]:
-    """Return the channels of each group."""
+    """Return a list with the channels of each group, as views."""
     width = x.shape[-1] // groups
     return [x[..., group * width : (group + 1) * width] for group in range(groups)]
 
@@ -222,9 +223,9 @@ def _convolve_adjoint(
     """Return the adjoint of padding and :func:`_convolve`: this rank's part of a field with the extents ``space``.
 
     ``weights`` are the arrays ``(*kernel, channels of dy, columns)`` of the groups. A position of the result is one sum
-    over the windows that read it, in ascending order. Positions whose distance from the first one has the same
-    remainder of the division by the stride are read by the same taps. Where the field is reflected, what has been
-    computed beyond its ends is added to the positions whose reflection it is.
+    over the windows that read it, in ascending order. Positions that are a multiple of the stride apart are read by the
+    same taps: they are one phase (:func:`_phases`). Where the field is reflected, what has been computed beyond its
+    ends is added to the positions whose reflection it is.
     """
     modes, box = window._by_axis("padding"), window._space.box(space)
     beyond = [
@@ -279,7 +280,10 @@ def _convolve_adjoint(
 
 
 def _folded(dx: Array, beyond: Sequence[tuple[int, int]]) -> Array:
-    """Return the adjoint of a reflection: add the positions before and after each axis to those that they reflect."""
+    """Return the adjoint of a reflection: add the positions beyond the ends of each axis to those that they reflect.
+
+    ``beyond`` says how many positions ``dx`` has before and after each axis.
+    """
     for axis, (b, a) in enumerate(beyond, start=1):
         if b or a:
             n = dx.shape[axis] - b - a
@@ -294,10 +298,11 @@ def _folded(dx: Array, beyond: Sequence[tuple[int, int]]) -> Array:
 
 
 def _phases(window: _Window, axis: int, first: int, extent: int) -> list[tuple[int, int, tuple[int, ...], list[int]]]:
-    """Return the phases of an axis of ``extent`` positions, of which the first is position ``first`` when padded.
+    """Return the phases of an axis of ``extent`` positions: each is the positions that the same taps read.
 
-    A phase is the first of its positions, their number, the taps that read them, in descending order, and the windows
-    of the first position, in ascending order.
+    A phase is a tuple: its first position, how many it has, the taps that read them, in descending order, and the
+    windows that read the first position, in ascending order. ``first`` is the first position of the axis, counted in
+    the padded field.
     """
     stride, dilation = window._by_axis("stride")[axis], window._by_axis("dilation")[axis]
     found = []
@@ -458,7 +463,7 @@ class ConvTranspose(_Window):
         return tuple((n - 1) * s + reach + 1 if mode == "none" else n * s for n, s, reach, mode in rows)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the refined field of ``x`` (samples, space, inputs), and ``x`` as the cache."""
+        """Return the refined field of ``x`` (samples, space, inputs), and the cache for the backward pass."""
         weight = params["weight"]
         x = require_field(x, self.inputs, "ConvTranspose", self.kernel).astype(weight.dtype, copy=False)
         space = self._space.extents(x, self)
@@ -468,7 +473,7 @@ class ConvTranspose(_Window):
         return y, (x, space)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of the input, and ``dy``, padded, for :meth:`backward_weights`."""
+        """Return the gradient of the input, and ``dy``, as it is and padded, for :meth:`backward_weights`."""
         x, space = cache
         wide = self._padded(dy, self.refined(space), "ConvTranspose backward")
         if not self.input_gradient:

@@ -1,9 +1,10 @@
 """Let the ranks of a domain group compute a model of fields together: each rank has a box of space.
 
 :func:`domain_model` makes the form of a model whose layers take and return this rank's part of a field. Values, and
-gradients of inputs, have the bits that they have where one rank has the whole field. Gradients of parameters, loss sums
-and weights are shares: those of all ranks add up to the whole. The layers are those of :mod:`mpizero.nn.fields` and
-:mod:`mpizero.nn.convolution`; what they need of other ranks they fetch through :class:`mpizero.nn.space.Domain`.
+gradients of inputs, have the bits that they have where one rank has the whole field. Of gradients of parameters, loss
+sums and weights each rank gets a share; the shares of all ranks add up to the whole. The layers are those of
+:mod:`mpizero.nn.fields`, :mod:`mpizero.nn.convolution`, :mod:`mpizero.nn.spectral` and :mod:`mpizero.nn.unet`; what
+they need of other ranks they fetch through :class:`mpizero.nn.space.Domain`.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ _COMPOSITES = (FNOBlock, Residual, UNetDown)
 def on_domain(layer: Any, domain: Domain, where: str) -> Any:
     """Return the form of ``layer`` for the ranks of ``domain``; ``where`` names the layer in errors.
 
-    A layer made of others is rebuilt with the forms of those among its fields.
+    A layer made of other layers is rebuilt from the forms of these.
 
     Raises
     ------
@@ -206,7 +207,7 @@ class DomainModel:
     """Hold the form of a model in which each rank of a domain group computes its part of fields.
 
     :func:`domain_model` makes one. Parameters have the names and shapes of ``model``. Gradients, loss sum and weight of
-    a rank are its share: those of all ranks of the group add up to those of ``model``.
+    a rank are its shares; the shares of all ranks of the group add up to what ``model`` computes.
     """
 
     model: BlockModel

@@ -33,8 +33,8 @@ class H1Loss(RelativeL2Loss):
     It is :class:`RelativeL2Loss` with the norm ``sqrt(sum u**2 + sum_axes sum ((u[i + 1] - u[i]) / h)**2)``, where
     ``h`` is the distance of neighbours, so that steep places count: the loss with which neural operators are often
     trained (Li et al., *Learning dissipative dynamics in chaotic systems*, 2022). Weights of positions weigh the
-    squares; that of a difference is the geometric mean of its two positions' weights, so where a mask leaves out one of
-    both there is no difference.
+    squares; the weight of a difference is the geometric mean of the weights of its two positions, so where a mask
+    leaves out one of the two there is no difference.
 
     Parameters
     ----------
@@ -94,9 +94,10 @@ class FieldLoss:
     """Compute a loss of fields as a sum over spatial tiles, so that its bits do not depend on how space is cut.
 
     Each tile has a loss of its own, weighted by its number of positions; the losses of all tiles are added by the
-    binary tree. The mean over samples and positions is that of ``loss``. Of a loss relative to the norms of samples,
-    the squares in each norm are summed in this way. Predictions are (samples, space, outputs), targets what ``loss``
-    takes; of its weights and masks, those of elements are cut as well. Its passes are collective over a domain group.
+    binary tree. The mean over samples and positions is that of ``loss``. If ``loss`` is relative to the norms of
+    samples, the squares in each norm are summed in this way. Predictions are (samples, space, outputs), targets what
+    ``loss`` takes; targets, weights and masks with axes of space have the prediction's positions. In a domain group the
+    forward pass is collective.
 
     Parameters
     ----------
@@ -189,19 +190,22 @@ class FieldLoss:
         return along.reshape(-1, *(1,) * (len(extents) - 1))
 
     def _tiles(self, extents: tuple[int, ...]) -> list[tuple[tuple[slice, ...], int]]:
-        """Return of each of this rank's tiles the place in its part of a field, and the number of positions."""
+        """Return for each of this rank's tiles an index into its part of a field, and how many positions it has."""
         boxes = np.concatenate(self._space.boxes(extents))[:, 3 - len(extents) :]
         places = [(slice(None), *(slice(*pair) for pair in box)) for box in boxes.tolist()]
         return list(zip(places, np.prod(boxes[..., 1] - boxes[..., 0], axis=1).tolist(), strict=True))
 
     def _added(self, sums: Array) -> Array:
-        """Return the sum over all tiles, from those of this rank's tiles. Collective over a domain."""
+        """Return the sum over all tiles; ``sums`` has the sums of this rank's tiles. Collective over a domain."""
         return tree_sum(self._space.gather_tiles(sums, 0, "loss"), np.add)
 
     def _relative(
         self, loss: RelativeL2Loss, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
     ) -> tuple[float, float, Any]:
-        """Compute a loss that is relative to the norm of each sample; its cache are gradients and their factors."""
+        """Return the sum, the weight and the cache of a loss that is relative to the norm of each sample.
+
+        The cache is (gradient, factors): a gradient for each element, and the factor of each sample.
+        """
         difference, targets, roots, of_samples = loss.terms(prediction, target)
         roots = np.ones(prediction.shape) if roots is None else roots
         if along is not None:
@@ -224,9 +228,10 @@ class FieldLoss:
         return total * first, weight * first, (gradient, factors)
 
     def _slopes(self, loss: H1Loss, x: Array, extents: tuple[int, ...]) -> list[tuple[Array, Array, Array]]:
-        """Return by axis the slopes of errors and of targets, times roots of weights, and parts of the gradient.
+        """Return, for each axis, the slopes of errors, those of targets, and the axis's part of the gradient.
 
-        ``x`` has errors, targets, and the roots of positions' weights, one after the other. Collective over a domain.
+        Slopes are differences of neighbours over their distance, times the root of the weight. The channels of ``x``
+        are errors, targets, and the roots of the positions' weights. Collective over a domain.
         """
 
         def around(axis: int, first: int, stop: int) -> tuple[int, int]:
@@ -264,7 +269,7 @@ class FieldLoss:
 
 
 def _weighted(target: Any, along: Array, prediction: Array) -> dict[str, Any]:
-    """Return the target with its weights times those along the first axis of space."""
+    """Return the target as a mapping whose "weight" is multiplied by ``along``, weights of the first axis of space."""
     given = dict(target) if isinstance(target, Mapping) else {"target": target}
     weight = np.asarray(1.0 if given.get("weight") is None else given["weight"], np.float64)
     axes, positions = max(weight.ndim, prediction.ndim - 1), prediction.shape[:-1]

@@ -38,7 +38,7 @@ PerAxis = int | tuple[int, ...]
 
 
 def require_field(x: Any, channels: int | None, where: str, setting: PerAxis = 1) -> Array:
-    """Return a field as a C-contiguous array; raise an error if ``x`` is none, or has other than ``channels`` channels.
+    """Return ``x`` as a C-contiguous array; raise an error unless it is a field with ``channels`` channels.
 
     ``channels=None`` allows any number. ``setting`` is a setting of the layer: a tuple fixes the number of axes.
     ``where`` is the layer's name in the message.
@@ -46,7 +46,7 @@ def require_field(x: Any, channels: int | None, where: str, setting: PerAxis = 1
     Raises
     ------
     DataError
-        If ``x`` is no field of NumPy, or not one that the layer takes.
+        If ``x`` is not an array of floats with the shape of a field that the layer takes.
     UnsupportedError
         If ``x`` is on a GPU.
     """
@@ -86,7 +86,7 @@ def _per_axis(value: Any) -> PerAxis:
 
 
 def with_three_axes(x: Array) -> Array:
-    """Return a view of a field with three axes of space; those that the field does not have are first, of length 1."""
+    """Return a view of a field with three axes of space; axes that the field does not have come first, of length 1."""
     view: Array = x[(slice(None), *(None,) * (5 - x.ndim))]
     return view
 
@@ -99,7 +99,7 @@ def _sizes(windows: tuple[int, ...], strides: tuple[int, ...]) -> Array:
 
 @dataclass(frozen=True)
 class Pool(FieldLayer):
-    """Reduce windows of a field to one number for each channel; the base class of both kinds of pooling.
+    """Reduce windows of a field to one number for each channel; the base class of max pooling and average pooling.
 
     Position o of an axis of the output covers positions [o * stride, min(o * stride + window, n)) of the input.
     """
@@ -130,7 +130,7 @@ class Pool(FieldLayer):
         return on_each(self.window, axes), on_each(self._stride, axes)
 
     def _windows(self, x: Array) -> tuple[Array, Array, tuple[int, ...]]:
-        """Return what this rank's windows cover, an empty output, and the extents of the whole field."""
+        """Return the positions that this rank's windows cover, an array for the output, and the field's extents."""
         name = type(self).__name__
         x = require_field(x, None, name, self._setting)
         extents = self._space.extents(x, self)
@@ -145,7 +145,7 @@ class Pool(FieldLayer):
         return wide, np.empty((len(x), *self._space.shape(outputs), x.shape[-1]), x.dtype), extents
 
     def _covering(self, extents: tuple[int, ...], channels: int) -> tuple[tuple[int, ...], Wanted]:
-        """Return the extents of the output, and which of its positions cover those of each part of the input."""
+        """Return the extents of the output, and for each part of the input the outputs whose windows cover it."""
         outputs = self.output_shape((*extents, channels))[:-1]
         windows, strides = self._on_axes(len(extents))
 
@@ -240,7 +240,7 @@ class MaxPool(Pool):
         return y, (places, extents)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``: of each window's output, at the place of its maximum; and None."""
+        """Return the gradient of ``x``, and None. Each window's gradient goes to the place of its maximum."""
         places, extents = cache
         return self._gradient(dy, extents, kernels.max_pool_backward, places), None
 
@@ -288,7 +288,7 @@ class AvgPool(Pool):
         return y, extents
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``: of each window's output, the same part at each of its positions; and None."""
+        """Return the gradient of ``x``, and None. Each window's gradient is divided equally among its positions."""
         return self._gradient(dy, cache, kernels.mean_pool_backward), None
 
 
@@ -419,7 +419,7 @@ def _interpolated_adjoint(dy: Array, axis: int, factor: int) -> Array:
 
 
 def _along(x: Array, axis: int, extent: int, factor: int, kernel: Any) -> Array:
-    """Return what a kernel computes of ``x`` along an axis, which then has ``extent`` positions."""
+    """Apply ``kernel`` to ``x`` along an axis, and return the result, which has ``extent`` positions there."""
     if factor == 1:
         return x
     before, after = x.shape[:axis], x.shape[axis + 1 :]
@@ -463,12 +463,12 @@ def _statistics(x: Array, groups: int, space: Space, extents: tuple[int, ...]) -
 
 
 def _channels(values: Array, groups: int) -> list[Array]:
-    """Return of values (..., channels) those of the first channel of each group, of the second, ..."""
+    """Return a list of arrays (..., groups): the values of each group's first channel, of its second, and so on."""
     return [values[..., first :: values.shape[-1] // groups] for first in range(values.shape[-1] // groups)]
 
 
 def _group_sums(values: Array, groups: int) -> Array:
-    """Return the sums over tiles and channels of each group, from values (samples, tiles, channels)."""
+    """Return the sums over tiles and each group's channels, (samples, groups), of values (samples, tiles, channels)."""
     return tree_sum(np.moveaxis(reduce(np.add, _channels(values, groups)), 1, 0), np.add)
 
 
@@ -515,7 +515,7 @@ class FieldNorm(FieldLayer):
         return np.ones(self.channels, like.dtype), np.zeros(self.channels, like.dtype)
 
     def _on_channels(self, values: Array, dtype: np.dtype[Any]) -> Array:
-        """Return values (samples, groups) for each channel."""
+        """Return ``values`` (samples, groups) repeated for each channel: (samples, channels)."""
         return np.repeat(values.astype(dtype), self.channels // self._groups, axis=1)
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
@@ -532,7 +532,7 @@ class FieldNorm(FieldLayer):
         return y, (x, mean, rstd, extents)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``, and each tile's sums of ``dy * normalized`` and ``dy``, of every channel."""
+        """Return the gradient of ``x``, and by tile and channel the sums of ``dy * normalized`` and of ``dy``."""
         x, mean, rstd, extents = cache
         dy, (weight, _) = np.ascontiguousarray(dy, x.dtype), self._weights(params, x)
         boxes = np.concatenate(self._space.boxes(extents))
@@ -554,7 +554,7 @@ class FieldNorm(FieldLayer):
 
 
 def _positions(x: Array) -> Array:
-    """Return a view of a field (samples, positions, channels)."""
+    """Return a view of a field as (samples, positions, channels)."""
     return x.reshape(len(x), prod(x.shape[1:-1]), x.shape[-1])
 
 
@@ -731,8 +731,8 @@ class ChannelLayerNorm(FieldNorm):
 class Residual(Composite):
     """Add a layer's output to its input: ``y = layer(x) + x``, or ``layer(x) + shortcut(x)``.
 
-    Parameters are named "layer.<name>" and "shortcut.<name>". The layer keeps the shape of its input, or ``shortcut``
-    gives it the same one (He et al., *Deep Residual Learning*, 2016). Inputs are arrays of float32 or float64, such as
+    Parameters are named "layer.<name>" and "shortcut.<name>". The layer's output has the shape of the input, or that of
+    the shortcut's output (He et al., *Deep Residual Learning*, 2016). Inputs are arrays of float32 or float64, such as
     fields. No method is collective, unless a layer's is.
 
     Parameters
@@ -815,8 +815,8 @@ class Concatenate(Composite, FieldLayer):
 
     It is the skip connection of a U-Net (Ronneberger et al., 2015), whose layer makes a field coarser, computes, and
     makes it finer again. If the output then has more positions than the input, because windows at the end of an axis
-    were partial, those after the input's last are left out. Parameters are named "layer.<name>". No method is
-    collective, unless the layer's is.
+    were partial, the additional positions are left out. Parameters are named "layer.<name>". No method is collective,
+    unless the layer's is.
 
     Parameters
     ----------

@@ -91,7 +91,7 @@ def halo_exchange(
 def halo_exchange_adjoint(
     dy: Array, widths: Widths, *, periodic: bool | Sequence[bool] = False, group: Space | None = None
 ) -> Array:
-    """Return the adjoint of :func:`halo_exchange`: copies are added to the positions that they are of. Collective.
+    """Return the adjoint of :func:`halo_exchange`: each position gets the sum of its copies' gradients. Collective.
 
     The copies of a position are added in the order of the ranks that have them. The result is exact within rounding,
     but its bits depend on the cut (on a cut there are copies which one process does not have).
@@ -132,7 +132,7 @@ def halo_exchange_adjoint(
 def redistribute(
     x: Array, source: Sequence[int] | None, target: Sequence[int] | None, *, group: Space | None = None
 ) -> Array:
-    """Return this rank's part of a field that is cut in another way. Collective.
+    """Return this rank's part of a field by another cut: positions move between ranks. Collective.
 
     For example, a cut (1, n) gives each rank whole lines of the first axis, for a transform along it.
 
@@ -150,7 +150,7 @@ def redistribute(
     Returns
     -------
     Array
-        The part by the cut ``target``, or ``x`` itself if it is that of ``source``.
+        The part by the cut ``target``, or ``x`` itself if both cuts are the same.
 
     Raises
     ------
@@ -237,27 +237,27 @@ def domain_sum(
     group: Space | None = None,
     share: bool = False,
 ) -> Array:
-    """Return a sum over all of space, with the same bits on every cut of it. Collective.
+    """Return a sum over all of space, with the same bits however space is cut. Collective.
 
-    Each spatial tile has a partial sum; these are added by the binary tree.
+    Each spatial tile has a partial sum; the partial sums are added by the binary tree.
 
     Parameters
     ----------
     x : Array or sequence of Array
-        This rank's part (samples, space, channels) of one field, or those of several fields of the same extents.
+        This rank's part (samples, space, channels) of one field, or of each of several fields of the same extents.
     function : callable
-        Computes the partial sum of a tile from the tile's part of each field. These have no positions in tiles of an
-        axis that has fewer positions than tiles. The default sums over space, and returns (samples, channels).
+        Computes the partial sum of a tile from the tile's part of each field, which is empty where an axis has fewer
+        positions than tiles. The default sums over space, and returns (samples, channels).
     group : Domain or None
         The ranks that share the fields, as ``domain_form(domain)`` gets it; None: they are whole.
     share : bool
-        True returns this rank's share of the sum, as gradients of parameters are: the shares of all ranks add up to
-        it. False returns the sum on all ranks.
+        True returns this rank's share: the shares of all ranks add up to the sum, as gradients of parameters must.
+        False returns the sum on all ranks.
 
     Returns
     -------
     Array
-        What the partial sums add up to.
+        The sum of the partial sums of all tiles.
 
     Raises
     ------
@@ -292,7 +292,7 @@ def domain_sum(
 
 @explains
 def domain_sum_adjoint(dy: Array, shape: Sequence[int], *, group: Space | None = None) -> Array:
-    """Return the adjoint of :func:`domain_sum` with its default function: a field that is the same everywhere.
+    """Return the adjoint of :func:`domain_sum` with its default function: a field with one value at all positions.
 
     Collective. The gradients of all ranks are added up, since each of them has got the sum.
 
@@ -333,7 +333,7 @@ def _added(terms: Array) -> Array:
 
 
 def _tile(x: Array, box: Sequence[Sequence[int]]) -> Array:
-    """Return a tile of a field in memory of its own order, so that a sum's bits do not depend on what is around it."""
+    """Return a spatial tile of a field as a contiguous array, so that a sum's bits do not depend on what is around."""
     return np.ascontiguousarray(x[(slice(None), *(slice(*pair) for pair in box))])
 
 
@@ -371,7 +371,7 @@ def _called(sides: Sequence[tuple[int, int]], modes: Sequence[str]) -> str:
 
 
 def _wide(space: Space, extents: Sequence[int], sides: Sequence[tuple[int, int]]) -> Wanted:
-    """Return what each part wants: its positions, and those around it."""
+    """Return for each part of each axis its positions and those around it."""
     return space.wanted(extents, lambda axis, first, stop: (first - sides[axis][0], stop + sides[axis][1]))
 
 
@@ -381,7 +381,7 @@ def _boxes(cut: Cut, extents: Sequence[int]) -> Wanted:
 
 
 def _cuts(axes: int, source: Sequence[int] | None, target: Sequence[int] | None, space: Space) -> tuple[Space, Cut]:
-    """Return the space that is cut as ``source`` says, and the cut that ``target`` says."""
+    """Return a space that is cut as ``source`` says, and ``target`` as a Cut."""
     own = space.cut_of(axes)
     before, after = (own if parts is None else Cut(tuple(parts)) for parts in (source, target))
     for name, cut, sizes in (("source", before, {own.size}), ("target", after, {own.size, 1})):

@@ -492,8 +492,8 @@ class SequenceLayer(Layer):
     """Define a layer that knows which positions of the whole sequences its input holds.
 
     In this class the input holds all positions; in a context-parallel layer it holds this rank's part of them. A
-    tensor-parallel layer asks its unsplit layer. With context parallelism, the tensor group splits the positions that
-    one context rank holds as it would split whole sequences.
+    tensor-parallel layer calls these methods of its unsplit layer. With context parallelism, the tensor group splits
+    the positions that one context rank holds as it would split whole sequences.
     """
 
     def located(self, run: Run, shape: tuple[int, ...] | None) -> Run:

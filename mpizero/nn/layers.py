@@ -633,7 +633,7 @@ class Frozen(Wrapper):
         """Do nothing, because the parameters have no gradients. Not collective."""
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the wrapped layer's operations, with 0 for the gradients of its weights. Not collective."""
+        """Count the wrapped layer's operations, with 0 for the gradients of its weights. Not collective."""
         return replace(self.layer.operations(shape), backward_weights=0)
 
 
@@ -649,7 +649,7 @@ class FrozenNames:
         return tuple(replace(spec, trainable=spec.trainable and spec.name not in self.names) for spec in specs)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the layer's ``backward_weights``, with new arrays for frozen gradients. Collective if that is."""
+        """Call the layer's ``backward_weights``, with new arrays for frozen gradients. Collective if it is split."""
         self.layer.backward_weights(params, cache, pending, completed(params, grads, self.names))
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Any:
@@ -741,7 +741,7 @@ class Checkpointed(Wrapper):
         self.layer.backward_weights(params, inner, inner_pending, grads)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the wrapped layer's operations for one sample of ``shape``, with its forward pass counted twice.
+        """Count the wrapped layer's operations for one sample of ``shape``, its forward pass twice.
 
         The second forward pass counts as part of ``backward_input``. Not collective.
         """
@@ -835,7 +835,7 @@ class Sequential(Layer):
         return self if all(layers[name] is layer for name, layer in self.layers) else Sequential(layers)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the sum of the operations of all layers for one sample of ``shape``."""
+        """Count the operations of all layers for one sample of ``shape``."""
         total = Operations()
         for _, layer in self.layers:
             total, shape = total + layer.operations(shape), layer.output_shape(shape)

@@ -558,7 +558,7 @@ class RelativeL2Loss:
     def totals(self, errors: Array, sizes: Array, weights: Array) -> tuple[float, float, Array]:
         """Return loss sum and weight, and the factor of each sample's errors in the gradient.
 
-        ``errors`` and ``sizes`` are the sums of the squares of errors and targets, ``weights`` those of samples.
+        By sample, ``errors`` and ``sizes`` are sums of the squares of errors and of targets, ``weights`` the weights.
         """
         xp = namespace(errors)
         errors, sizes = xp.sqrt(errors), xp.sqrt(sizes) + self.eps

@@ -1,8 +1,8 @@
 """Repeat the kernels of a block's passes from a recording, in place of the Python code that calls them.
 
-The passes of a block of few samples take longer in Python than in its kernels. In every step they call the same kernels
-with the same memory, provided that input and parameters lie where they lay. So :class:`RecordedBlock` records the calls
-of a pass (:mod:`mpizero.kernels.recording`), and repeats them.
+With few samples, the passes of a block spend more time in Python than in kernels. In every step they call the same
+kernels with the same memory, provided that input and parameters have not moved. So :class:`RecordedBlock` records the
+calls of a pass (:mod:`mpizero.kernels.recording`), and repeats them.
 
 Only layers whose classes are known to compute by kernels and recorded calls are recorded (:data:`KNOWN`), and each
 recording is tried before it is used again: see [Note: proof of a recording] there.
@@ -64,7 +64,7 @@ _MOST_PASSES = 64
 
 
 def unrecordable(layer: Any) -> str:
-    """Return the name of the class, a layer's or a child's, that keeps it from being recorded; "" if none does."""
+    """Return the name of the class that keeps a layer from being recorded, its own or a child's; "" if none does."""
     if type(layer) not in KNOWN:
         return type(layer).__name__
     parts = [layer.layer] if isinstance(layer, Wrapper) else layer.children().values()
@@ -72,14 +72,14 @@ def unrecordable(layer: Any) -> str:
 
 
 class RecordedBlocks(dict[str, Any]):
-    """Hold a model's blocks by name, those that can be recorded as :class:`RecordedBlock`.
+    """Hold a model's blocks by name; each block that can be recorded is wrapped in a :class:`RecordedBlock`.
 
     With the environment variable MPIZERO_REPLAY=0, no block is recorded. ``loss`` is the loss that follows the blocks.
 
     Attributes
     ----------
     owned : dict
-        The arrays that recordings own, by their identity.
+        The arrays that recordings own, by their ``id``.
     workspaces : dict
         The temporary memory of all recordings.
     thread : int
@@ -115,7 +115,7 @@ class RecordedBlocks(dict[str, Any]):
         return sum(used.values())
 
     def status(self) -> dict[str, str]:
-        """Say how each block's last training pass was computed: "repeated", "called", or why it is not recorded."""
+        """Return by block how its last training pass was computed: "repeated", "called", or "called: <why>"."""
         return {
             name: f"called: {reason}" if reason else getattr(self[name], "status", "called")
             for name, reason in self._reasons.items()
@@ -123,7 +123,7 @@ class RecordedBlocks(dict[str, Any]):
 
 
 class RecordedBlock:
-    """Run a block's passes, repeated from recordings where there are any; it has the layer's methods that runners call.
+    """Run a block's passes, repeated from recordings where there are any; has the methods of a layer that runners call.
 
     Parameters
     ----------
@@ -132,7 +132,8 @@ class RecordedBlock:
     model : RecordedBlocks
         All blocks of the model.
     copies : (bool, bool)
-        Whether the output, and the gradient of the input, go to code of the user, which may keep them: it gets copies.
+        Whether the output, and whether the gradient of the input, is copied: where code of the user gets it and may
+        keep it.
 
     Attributes
     ----------
@@ -144,7 +145,7 @@ class RecordedBlock:
         "repeated" if the last forward pass of a training step was repeated from a recording, else "called", and why if
         the block is no longer recorded.
     memory : dict of int to int
-        The bytes of the arrays that the recordings use, by their identity; without parameters and their gradients.
+        The bytes of each array that the recordings use, by its ``id``; without parameters and their gradients.
     """
 
     def __init__(self, layer: Layer, model: RecordedBlocks, copies: tuple[bool, bool]) -> None:
@@ -199,12 +200,12 @@ class RecordedBlock:
             self._free.setdefault(recorded.key, []).append(recorded)
 
     def _may_record(self, form: Any) -> bool:
-        """Count a pass with inputs of this form, which is not repeated, and tell whether to record it."""
+        """Count a pass that is not repeated, with input of this form (shape, dtype, ...); tell whether to record it."""
         self._counts[form] = count = self._counts.get(form, 0) + 1
         return count > WARM_UP and self._passes < _MOST_PASSES
 
     def _record(self, key: Any, params: Params, x: Array, run: Run) -> tuple[Any, Any] | None:
-        """Do as :meth:`forward`, and record it; return None if the recording is refused."""
+        """Compute and record a forward pass, and return its results; None if the recording is refused."""
         self._passes += 1
         recorded = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
         y, inner = recorded.y, recorded.cache
@@ -228,9 +229,10 @@ class RecordedBlock:
 
 @dataclass
 class _Backward:
-    """Hold the recording of a backward pass of the input: its arguments, its results, and those of the weights.
+    """Hold the recording of a call of ``backward_input``, with its arguments and results.
 
-    ``weights`` are the recordings of the gradients of the weights, with their target, by the target's identity.
+    ``weights`` has the recordings of ``backward_weights`` that follow it: by the ``id`` of the arrays ``grads``, these
+    arrays and the recording.
     """
 
     params: Params
@@ -274,7 +276,7 @@ class _Pass:
         return self.y, (self, None)
 
     def backward_input(self, params: Params, dy: Any) -> tuple[Any, Any]:
-        """Do as :meth:`RecordedBlock.backward_input`; the second result is a :class:`_Backward` if it is recorded."""
+        """Return the gradient of the input, and a :class:`_Backward` if recorded, else the layer's second result."""
         owned = self._block.model.owned
         key = id(params), id(dy) if id(dy) in owned else 0
         if (back := self._backward.get(key)) is not None:
@@ -294,7 +296,7 @@ class _Pass:
         return dx, back
 
     def backward_weights(self, params: Params, pending: Any, grads: Params) -> None:
-        """Do as :meth:`RecordedBlock.backward_weights`, with the second result of :meth:`backward_input`."""
+        """Write the gradients of the parameters; ``pending`` is the second result of :meth:`backward_input`."""
         if not isinstance(pending, _Backward):
             self._layer.backward_weights(params, self.cache, pending, grads)
         elif params is not pending.params:
@@ -324,7 +326,7 @@ class _Pass:
             self.calls.repeat(run)
 
     def _prove_backward(self, back: _Backward, grads: Params, calls: Recording) -> None:
-        """Refuse the block if the recordings of the backward pass differ from the layer, for another gradient."""
+        """Refuse the block if the recorded backward pass differs from the layer's, for another gradient ``dy``."""
         views = dict(flat_names(grads))
         with self._trial([(array, array.copy()) for array in (back.dy, *views.values())]):
             back.dy[...] = _trial_values(back.dy)
@@ -347,9 +349,9 @@ class _Pass:
 
     @contextmanager
     def _trial(self, contents: Sequence[tuple[Array, Array]]) -> Iterator[None]:
-        """Restore the contents of arrays after a trial; an error in it refuses the block, as its numbers are made up.
+        """Restore the contents of arrays after a trial with made-up numbers; an error in the trial refuses the block.
 
-        Errors of communication, which a poll may raise, are raised.
+        Only errors of communication, which a poll may raise, are raised.
         """
         try:
             yield
@@ -368,7 +370,7 @@ class _Pass:
 
 
 def _rebased(cache: Any, old: Run, new: Run) -> Any:
-    """Return a cache of the pass with ``old`` as one of the pass with ``new``: with other seeds and sample numbers."""
+    """Return the cache of a pass with ``old`` as that of the pass with ``new``, which has another step and samples."""
     if isinstance(cache, Run):
         return rebased_run(cache, old, new)
     if isinstance(cache, tuple) and not hasattr(cache, "_fields"):

@@ -1,7 +1,7 @@
 """Cut the space of fields over the ranks of a domain group: halos, redistribution, and sums over all of space.
 
-:class:`Space` is what layers of fields ask for their neighbourhood and for sums: of the whole space, which one rank
-has. :class:`Domain` is a space of which each rank of a group has a box (:class:`mpizero.layout.fields.Cut`). A layer
+Layers of fields ask a :class:`Space` for neighbouring positions and for sums over space. In a plain :class:`Space` one
+rank has everything. In a :class:`Domain` each rank of a group has a box (:class:`mpizero.layout.fields.Cut`). A layer
 that computes on a part asks :meth:`Space.fetch` for all positions that it needs, wherever they are; that is its halo
 exchange. It does so with the gradient of its output as well, in place of the adjoint of the exchange: so each element
 of the gradient of the input is one sum, on the rank that has it, with the bits of one process.
@@ -38,9 +38,9 @@ class DomainGroup(Group, Protocol):
     """Describe what this module needs of a group besides the collectives of all groups."""
 
     def all_to_all(self, parts: Sequence[Array], counts: Array, tag: str = "") -> list[Array]:
-        """Send the flat array ``parts[r]`` to rank r; return what each rank has sent to this one, until the next call.
+        """Send the flat array ``parts[r]`` to rank r; return a list of what each rank has sent to this one.
 
-        ``counts[s, r]`` is the number of elements that rank s sends to rank r.
+        ``counts[s, r]`` is the number of elements that rank s sends to rank r. The result is valid until the next call.
         """
 
 
@@ -50,7 +50,7 @@ class Space:
     rank = 0
 
     def cut_of(self, axes: int) -> Cut:
-        """Return how a space of so many axes is cut."""
+        """Return how a space of ``axes`` axes is cut over ranks."""
         return Cut((1,) * axes)
 
     def extents(self, x: Array, owner: object, settings: str = "") -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class Space:
         modes: Sequence[str] = (),
         target: Cut | None = None,
     ) -> Array:
-        """Return the positions of a field that this rank wants: an array of its own, or ``x``. Collective.
+        """Return an array of the positions of a field that this rank wants, or ``x`` if it has them. Collective.
 
         Parameters
         ----------
@@ -90,13 +90,13 @@ class Space:
         extents : sequence of int
             Extents of the whole field.
         wanted : Wanted
-            What all ranks want, by the parts of ``target``.
+            Which positions each part of the cut ``target`` wants.
         tag : str
             Name of the exchange, for traces and errors.
         modes : sequence of str
             By axis, what is outside of the field: "periodic", "reflect", or anything else for zeros; () for zeros.
         target : Cut or None
-            How the field is cut afterwards; None is as before.
+            How the result is cut; None: as ``x`` is.
         """
         move = self._plan(extents, wanted, modes, target)
         if move.nothing:
@@ -118,7 +118,7 @@ class Space:
     ) -> Array:
         """Return the adjoint of :meth:`fetch`: each position gets the sum of all its copies. Collective.
 
-        The copies of a position are added by the ranks that have them, in ascending order.
+        The copies of a position are added in the order of the ranks that hold them.
         """
         move = self._plan(extents, wanted, modes, target)
         if move.nothing:
@@ -137,7 +137,7 @@ class Space:
         """Write what other ranks have to ``out``."""
 
     def _add_copies(self, dy: Array, move: HaloPlan, out: Array, tag: str) -> None:
-        """Add the copies that all ranks have of this rank's positions to ``out``."""
+        """Add to ``out`` what all ranks hold in ``dy`` at copies of this rank's positions."""
         for source, target in move.own:
             out[source] += dy[target]
 
@@ -147,10 +147,10 @@ class Space:
         return [axis[i][0] for axis, i in zip(wanted, places, strict=True)]
 
     def resize(self, x: Array, extents: Sequence[int], target: Sequence[int], tag: str) -> Array:
-        """Return this rank's part of a field with other extents: axes are cut, or zeros put, at their end. Collective.
+        """Return this rank's part of a field with the extents ``target``, from its part ``x`` of one with ``extents``.
 
-        ``x`` is this rank's part of a field with the given ``extents``, the result one of a field with those of
-        ``target``. The adjoint of a call is that with both exchanged.
+        Collective. At the end of an axis positions are left out, or zeros are put there. The adjoint of a call is the
+        call with ``extents`` and ``target`` exchanged.
         """
         wanted = self.wanted(target, lambda axis, first, stop: (first, stop))
         return self.fetch(x, extents, wanted, tag)
@@ -162,8 +162,8 @@ class Space:
     def boxes(self, extents: Sequence[int]) -> tuple[Array, ...]:
         """Return, for each node of the tree that this rank adds up, the boxes of its tiles, in its own positions.
 
-        A box is the first position and the one after the last on each of three axes: (tiles, 3, 2) integers. Axes that
-        the field does not have come first, with one position.
+        The tree is the one over all spatial tiles. The boxes of a node are an array (tiles, 3, 2): the range [start,
+        stop) of each tile on each of three axes. Axes that the field does not have come first, with one position.
         """
         return _own_boxes(self.cut_of(len(extents)), tuple(extents), self.rank)
 
@@ -176,9 +176,9 @@ class Space:
         return total
 
     def reduce_scatter(self, nodes: Array, axis: int, shards: Sequence[slice], tag: str) -> Array:
-        """Return this rank's shard of a sum over space: of ``shards``, along ``axis`` of the sum. Collective.
+        """Return this rank's shard of a sum over space, cut into ``shards`` along ``axis`` of the sum. Collective.
 
-        ``nodes`` are those of :meth:`add_up`.
+        ``nodes`` are the partial sums as in :meth:`add_up`.
         """
         total: Array = nodes[0]
         return total
@@ -188,7 +188,10 @@ class Space:
         return values
 
     def gather_tiles(self, values: Array, axis: int, tag: str) -> Array:
-        """Return the values of all tiles along ``axis``, in their order, from those of this rank's. Collective."""
+        """Return the values of all spatial tiles along ``axis``, in the order of the tiles. Collective.
+
+        ``values`` are those of this rank's tiles.
+        """
         return values
 
     def shards(self, length: int) -> list[slice]:
@@ -233,7 +236,7 @@ class Domain(Space):
         self._calls.clear()
 
     def begin_pass(self) -> None:
-        """Begin a forward pass, in which each layer is given the same fields as in all others. Not collective."""
+        """Begin a forward pass: :meth:`extents` counts the calls of each layer anew. Not collective."""
         self._calls.clear()
 
     def cut_of(self, axes: int) -> Cut:
@@ -245,8 +248,9 @@ class Domain(Space):
 
         ``owner`` may be a function's name in place of a layer; then the ranks always ask each other, also whether all
         have called it with the same ``settings`` and with as many samples and channels of the same type.
-        Collective if they are not known: from the layer's call of the same number in an earlier pass, with input of the
-        same extents. All ranks call their layers in the same order, so all find them known, or none.
+        Collective, unless the extents are known: from the same call of the layer (its first in a pass, its second, ...)
+        in an earlier pass, for an input of the model with the same extents. All ranks call their layers in the same
+        order, so either all of them know the extents, or none.
 
         Raises
         ------
@@ -354,7 +358,7 @@ class Domain(Space):
         return list(Partition(length, self.group.size))
 
     def gather_tiles(self, values: Array, axis: int, tag: str) -> Array:
-        """Return the values of all tiles along ``axis``, in their order, from those of this rank's. Collective."""
+        """Return the values of all spatial tiles along ``axis``, from those of this rank's tiles. Collective."""
         order = [number for rank in range(self.group.size) for number in _tiles_of(self.cut, rank)]
         sizes = [len(_tiles_of(self.cut, rank)) for rank in range(self.group.size)]
         found = self.group.all_gather(np.ascontiguousarray(values), axis, sizes, tag)
@@ -367,7 +371,7 @@ def _joined(x: Array, pieces: Sequence[Any]) -> Array:
 
 
 def _tree_of_nodes(leaves: list[tuple[TreeNode, Array]]) -> Array:
-    """Return the value of the root, given those of nodes that together have all leaves."""
+    """Return the value of the tree's root, given the values of nodes that together have all leaves."""
     total = sum(1 << node.level for node, _ in leaves)
     ((_, program),) = merge(((node, (row,)) for row, (node, _) in enumerate(leaves)), total)
     stack: list[Array] = []
@@ -384,7 +388,7 @@ def _tree_of_nodes(leaves: list[tuple[TreeNode, Array]]) -> Array:
 
 @lru_cache(maxsize=1024)
 def _tiles_of(cut: Cut, rank: int) -> list[int]:
-    """Return the numbers of a rank's tiles, in order."""
+    """Return the indices of a rank's spatial tiles, in order."""
     total = sum(1 << node.level for other in range(cut.size) for node in cut.nodes(other))
     return [number for node in cut.nodes(rank) for number in node.leaves(total)]
 
@@ -412,17 +416,17 @@ class HaloPlan(NamedTuple):
     shape : tuple of int
         Extents of what the rank wants.
     own : list of (index, index)
-        Its own positions: where they are, and where they go.
+        The wanted positions that the rank itself has: where they are, and where they go.
     sent : list of list of index
-        For each rank, the positions that it gets.
+        For each other rank, the positions that this rank sends to it.
     received : list of list of (index, int)
-        For each rank, where the positions go that it sends, and how many they are.
+        For each other rank, where the positions go that it sends to this rank, and how many they are.
     counts : Array
         How many positions each rank sends to each rank.
     complete : bool
-        Whether all wanted positions are in the field.
+        Whether all wanted positions are in the field, so that none becomes zero.
     nothing : bool
-        Whether the rank wants what it has, and so do all others.
+        Whether every rank wants just the positions that it has, so that nothing moves.
     """
 
     shape: tuple[int, ...]

@@ -1,10 +1,10 @@
 """Define convolutions of whole fields by their Fourier modes, and the Fourier neural operator made of them.
 
-:class:`SpectralConv` computes the modes of a field that it keeps, multiplies each with a matrix of its own, and returns
-the field of the results. The transforms are products with matrices of cosines and sines, so no rank sends its part of
-the field: each spatial tile has a partial sum of the modes, added by the binary tree (:mod:`mpizero.layout.fields`),
-and each position of the result is one sum over the modes. Where space is cut, each rank gets the sums of some
-frequencies of the last axis, multiplies these modes, and all ranks gather the products.
+:class:`SpectralConv` computes the lowest modes of a field, multiplies each by a matrix of its own, and returns the
+field of the results. The transforms are products with matrices of cosines and sines, so no rank sends its part of the
+field: each spatial tile has a partial sum of each mode, added by the binary tree (:mod:`mpizero.layout.fields`), and
+each position of the result is one sum over the modes. Where space is cut, each rank gets the sums of some frequencies
+of the last axis, multiplies these modes, and all ranks gather the products.
 
 Inside, sums over space have the real basis functions of each axis (:func:`_basis`), cosines and sines, and modes are
 arrays (2, samples, modes of three axes, channels) of real and imaginary parts. Axes that a field does not have come
@@ -40,10 +40,10 @@ from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
 @lru_cache(maxsize=1024)
 def _basis(period: int, modes: int, first: int, stop: int, last: bool, dtype: np.dtype[Any]) -> Array:
-    """Return cosines and sines of the frequencies 0 to ``modes // 2`` at positions of an axis: (functions, positions).
+    """Return cosines and sines of the frequencies 0 to ``modes // 2`` at positions ``first`` to ``stop`` of an axis.
 
-    All cosines come first; on the last axis of space each cosine is followed by the sine of its frequency. That of
-    frequency 0 is left out.
+    The result is (functions, positions): all cosines, then all sines; on the last axis of space each cosine is followed
+    by the sine of its frequency. The sine of frequency 0 is left out.
     """
     cosines, sines = turns(period)
     parts = np.outer(np.arange(modes // 2 + 1), np.arange(first, stop)) % period
@@ -54,7 +54,10 @@ def _basis(period: int, modes: int, first: int, stop: int, last: bool, dtype: np
 
 
 def _last_to_modes(sums: Array) -> Array:
-    """Return the modes ``cosines - i sines`` of the last axis, from sums with its functions: a new first axis."""
+    """Return the modes of the last axis, ``cosines - i sines``, from the sums with its cosines and sines.
+
+    The result has a new first axis: real and imaginary parts.
+    """
     zero = sums.shape[3] % 2  # only the first frequency, 0, has no sine
     modes = np.zeros((2, *sums.shape[:3], (sums.shape[3] + 1) // 2, sums.shape[4]), sums.dtype)
     modes[0, :, :, :, :zero], modes[0, :, :, :, zero:] = sums[:, :, :, :zero], sums[:, :, :, zero::2]
@@ -71,12 +74,12 @@ def _last_to_sums(modes: Array, zero: bool) -> Array:
 
 
 def _turned(pairs: Array, sign: int) -> Array:
-    """Return pairs (n, 2, ...) of real and imaginary parts times ``sign * i``."""
+    """Return ``sign * i`` times complex numbers, (n, 2, ...) with real and imaginary parts on the second axis."""
     return np.stack([-sign * pairs[:, 1], sign * pairs[:, 0]], axis=1)
 
 
 def _signed(sums: Array, axis: int, modes: int) -> Array:
-    """Return the modes of an axis, of ascending frequencies, from the sums with its cosines and its sines."""
+    """Return the modes of an axis, from the lowest negative frequency on, from the sums with its cosines and sines."""
     half, above = modes // 2, (modes - 1) // 2
     sums = np.moveaxis(sums, axis, 0)
     found = np.empty((modes, *sums.shape[1:]), sums.dtype)
@@ -101,7 +104,7 @@ def _unsigned(modes: Array, axis: int) -> Array:
 
 
 def _to_modes(sums: Array, modes: Sequence[int], factors: Array) -> Array:
-    """Return the modes, times the factors of the last axis's frequencies, from sums with all basis functions."""
+    """Return the modes from the sums with all basis functions, times ``factors``, one by frequency of the last axis."""
     found = _last_to_modes(sums) * factors[:, None]
     for axis in (0, 1):
         if modes[axis] > 1:
@@ -118,7 +121,11 @@ def _to_sums(modes: Array, factors: Array, zero: bool) -> Array:
 
 
 def _matrices(modes: Array, sign: int) -> Array:
-    """Return for each mode the matrix (2 samples, 2 channels) of ``(re, -sign im)`` over ``(im, sign re)``."""
+    """Return for each mode a real matrix (2 samples, 2 channels): rows ``(re, -sign im)``, then rows ``(im, sign re)``.
+
+    Its product with ``(re, im)`` of a weight, one above the other, is the complex product; with ``sign = -1`` that with
+    the weight's conjugate.
+    """
     found = np.empty((*modes.shape[2:5], 2, modes.shape[1], 2, modes.shape[5]), modes.dtype)
     re, im = np.moveaxis(modes, 1, 4)
     found[..., 0, :, 0, :], found[..., 1, :, 0, :] = re, im
@@ -129,7 +136,7 @@ def _matrices(modes: Array, sign: int) -> Array:
 @explains
 @dataclass(frozen=True)
 class SpectralConv(FieldLayer):
-    """Multiply the Fourier modes of a field by matrices, and drop those of higher frequencies.
+    """Multiply the Fourier modes of a field by matrices, and drop the modes of higher frequencies.
 
     In NumPy, for a field of one channel and two axes with n1 x n2 positions::
 
@@ -140,9 +147,9 @@ class SpectralConv(FieldLayer):
                 kept[:, k1, k2] = modes[:, k1, k2] * weight[k1 + modes1 // 2, k2]
         y = numpy.fft.irfftn(kept, s=(n1, n2), axes=(1, 2))
 
-    That is the rule of neuraloperator: ``modes`` frequencies of each axis, of the last axis those from 0 to
-    ``modes // 2``, because a real field has the conjugate of the others. Where ``modes`` is even, the lowest frequency
-    of another axis, ``-modes // 2``, has no counterpart. The imaginary part of the results is ignored where the inverse
+    As in neuraloperator, ``modes`` frequencies of each axis are kept, of the last axis those from 0 to ``modes // 2``:
+    the modes of a real field at negative ones are conjugates. Where ``modes`` is even, the lowest frequency of another
+    axis, ``-modes // 2``, has no positive counterpart. The imaginary part of the results is ignored where the inverse
     transform has none: at frequency 0 of the last axis, and at half of an even extent. Parameter of the layer is
     ``weight``, ``(*modes, last modes // 2 + 1, 2, inputs, outputs)``: real and imaginary parts of the matrices. Inputs
     are (samples, space, inputs), on the CPU, outputs (samples, space, outputs), in the parameters' dtype, float32 or
@@ -155,8 +162,8 @@ class SpectralConv(FieldLayer):
     modes : tuple of int
         Number of frequencies on each of one to three axes of space; at most the extent of a field.
     padding : float or tuple of float
-        Zeros after the field, as a part of its extent, for all axes or by axis; they are rounded to whole positions.
-        Without them a field is periodic.
+        How many zeros are put after the field, as a fraction of its extent, for all axes or by axis; rounded to whole
+        positions. Without zeros the field is treated as periodic.
     init : Init or None
         Start values of the weight; None is the normal distribution of standard deviation 1/sqrt(inputs + outputs).
 
@@ -199,7 +206,7 @@ class SpectralConv(FieldLayer):
 
     @property
     def _three(self) -> tuple[int, ...]:
-        """Numbers of modes of three axes."""
+        """Number of modes on each of three axes; 1 on axes that the field does not have, which come first."""
         return (*(1,) * (3 - len(self.modes)), *self.modes)
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
@@ -232,19 +239,19 @@ class SpectralConv(FieldLayer):
         return one, two, three
 
     def _frequencies(self) -> slice:
-        """Return this rank's frequencies of the last axis."""
+        """Return the range of this rank's frequencies of the last axis."""
         return self._space.shards(self.modes[-1] // 2 + 1)[self._space.rank]
 
     def _functions(self) -> list[slice]:
-        """Return the basis functions of the frequencies of the last axis that each rank has."""
+        """Return for each rank the range of the last axis's basis functions that have the rank's frequencies."""
         shards = self._space.shards(self.modes[-1] // 2 + 1)
         return [slice(max(2 * shard.start - 1, 0), max(2 * shard.stop - 1, 0)) for shard in shards]
 
     def _factors(self, extents: Sequence[int], dtype: np.dtype[Any], inverse: bool) -> Array:
-        """Return the factors of this rank's frequencies in the transform, or in the inverse one.
+        """Return a factor for each of this rank's frequencies of the last axis: of the transform, or of the inverse.
 
-        The former is divided by the number of positions. In the latter a frequency stands for its conjugate, too, but
-        for 0 and for half of the period.
+        The transform divides by the number of positions. In the inverse, a frequency counts twice, because it stands
+        for its conjugate, too; only 0 and half of the period count once.
         """
         periods, own = self.periods(extents), self._frequencies()
         if not inverse:
@@ -259,7 +266,7 @@ class SpectralConv(FieldLayer):
         return _to_modes(sums, self._three, self._factors(extents, x.dtype, inverse))
 
     def _field(self, modes: Array, extents: Sequence[int], inverse: bool, start: Array | None, tag: str) -> Array:
-        """Return the adjoint of :meth:`_transform`, added to ``start`` if there is one."""
+        """Return the field of this rank's ``modes``, by the adjoint of :meth:`_transform`; ``start`` is added to it."""
         own = _to_sums(modes, self._factors(extents, modes.dtype, inverse), self._frequencies().start == 0)
         sums = self._space.all_gather(own, 3, self._functions(), tag)
         field = synthesize(sums, self._bases(extents, modes.dtype), None if start is None else with_three_axes(start))
@@ -272,7 +279,7 @@ class SpectralConv(FieldLayer):
         return np.ascontiguousarray(own).reshape(prod(own.shape[:2]), *weight.shape[-3:])
 
     def _by_axis(self, products: Array) -> Array:
-        """Return modes from the products (modes, 2 samples, channels)."""
+        """Return the products (modes, 2 samples, channels) as modes: (2, samples, modes of three axes, channels)."""
         one, two, _ = self._three
         own = self._frequencies()
         shape = one, two, own.stop - own.start, 2, products.shape[1] // 2, products.shape[2]
@@ -306,7 +313,7 @@ class SpectralConv(FieldLayer):
         return dx, gradient
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradient of ``weight``, that of this rank's modes; those of others become 0."""
+        """Overwrite the gradient of ``weight``: computed for this rank's modes, 0 for all others."""
         right = np.moveaxis(pending, (0, 1), (3, 4))
         left = cache[0].swapaxes(1, 2)
         products = mode_products(left, right.reshape(*left.shape[::2], self.outputs))
@@ -338,14 +345,14 @@ def _is_count(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class FNOLift(Wrapper, FieldLayer):
-    """Apply layers to the channels of a field of any real dtype, and to the coordinates of each position.
+    """Apply layers to a field of any real dtype, to which the coordinates of each position may be appended.
 
     Parameters
     ----------
     layer : Layer
         The layers; the first one is called "first".
     coordinates : bool
-        Whether further channels are appended: for each axis the position's number, divided by the extent.
+        Whether further channels are appended: for each axis the position's index, divided by the extent.
     """
 
     coordinates: bool
@@ -445,14 +452,14 @@ class FNO(FieldModel):
     """Describe a Fourier neural operator, made of the blocks "lift", "fourier.0", "fourier.1", ..., "project".
 
     Inputs are fields (samples, one to three axes of space, inputs), outputs (samples, space, outputs). For regression
-    targets are numbers of the output's shape; for classification integers (samples, space), of which negative ones are
+    targets have the output's shape; for classification they are integers (samples, space), of which negative ones are
     ignored. Inputs of another dtype are cast to ``dtype``.
 
-    "lift" maps the channels of each position, with its coordinates, to ``width`` by two linear maps with an activation
-    between them. Each Fourier block is ``activation(SpectralConv(x) + linear(x))``, the last one without an activation,
-    and "project" is two linear maps again. (Li et al., *Fourier neural operator for parametric partial differential
-    equations*, 2021, section 4.) The parameters do not depend on the extents of fields, of which an axis needs at least
-    ``modes`` positions. Blocks cannot be split over tensor groups.
+    "lift" maps the channels of each position, and its coordinates, to ``width`` channels by two linear maps with an
+    activation between them. Each Fourier block is ``activation(SpectralConv(x) + linear(x))``, the last one without an
+    activation, and "project" is two linear maps again. (Li et al., *Fourier neural operator for parametric partial
+    differential equations*, 2021, section 4.) The parameters do not depend on the extents of fields, but an axis needs
+    at least ``modes`` positions. Blocks cannot be split over tensor groups.
 
     Parameters
     ----------
@@ -467,7 +474,7 @@ class FNO(FieldModel):
     layers : int
         Number of Fourier blocks.
     expansion : int
-        Number of channels between the two linear maps of "lift" and of "project", over ``width``.
+        Number of channels between the two linear maps of "lift" and of "project", as a multiple of ``width``.
     activation : str
         "gelu", "silu", "relu" or "tanh".
     padding : float or tuple of float

@@ -459,7 +459,7 @@ class BatchedHeads:
                 yield slice(first, min(first + some, samples)), slice(head, min(head + several, heads))
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of queries (start, stop) for which scores are computed at once.
+        """Yield the ranges of queries (start, stop) for which scores are computed together.
 
         The causal mask hides all keys from ``stop`` on from the queries of a range.
         """
@@ -759,7 +759,7 @@ class CausalSelfAttention(AttentionBase):
 
     @property
     def local_heads(self) -> tuple[CausalSelfAttention, int]:
-        """The layer itself, which has all heads, and 0, the number of its first head."""
+        """The layer itself, which has all heads, and 0, the index of its first head."""
         return self, 0
 
     def attend(self, qkv: Array, bias: Array | None, run: Run, first_head: int = 0) -> tuple[Array, Any]:
@@ -815,7 +815,10 @@ class CausalSelfAttention(AttentionBase):
         return mixed, (qkv, stored, run, first_head)
 
     def _kernel_heads(self, qkv: Array) -> Heads:
-        """Describe the array in the cache: the output of a linear map, or an array with each head contiguous."""
+        """Return the memory layout of the cached queries, keys and values, ``qkv``, for the kernels.
+
+        ``qkv`` is the output of the linear map ``qkv``, or a copy of five axes in which each head is contiguous.
+        """
         return Heads.of_heads(qkv) if qkv.ndim == 5 else Heads.of_rows(qkv, self.heads)
 
     def keeps_probabilities(self, length: int) -> bool:

@@ -119,7 +119,7 @@ class UNetMiddle(Wrapper):
 class UNetUp(Composite, FieldLayer):
     """Make a field finer, append it to the channels of the last skip, and compute: (x, (*skips, skip)) -> (y, skips).
 
-    The finer field may have more positions than the skip, whose number is then odd: those after its last are left out.
+    Where an axis of the skip has an odd number of positions, the finer field has one more, which is left out.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ class UNetUp(Composite, FieldLayer):
         return (*skip[:-1], skip[-1] + self.refine.output_shape(shape[0])[-1])
 
     def output_shape(self, shape: Any) -> Any:
-        """Return the shape of the result, with those of the other skips if there are any."""
+        """Return the shape of the result, with the shapes of the other skips if there are any."""
         y = self.convolutions.output_shape(self._joined(shape))
         return y if self.finest else (y, shape[1][:-1])
 
@@ -243,14 +243,14 @@ class UNet(FieldModel):
     """Describe a U-Net, made of the blocks "down.0", "down.1", ..., "middle", ..., "up.1", "up.0", "output".
 
     Inputs are fields (samples, one to three axes of space, inputs), outputs (samples, space, outputs). For regression
-    targets are numbers of the output's shape; for classification integers (samples, space), of which negative ones are
+    targets have the output's shape; for classification they are integers (samples, space), of which negative ones are
     ignored. Inputs of another dtype are cast to ``dtype``.
 
-    On each of ``levels`` grids there are two times a convolution, a norm of groups of channels and an activation.
-    Grid l has ``width * 2**l`` channels. A convolution with stride 2 makes a field coarser, so that an axis of n
-    positions becomes one of ceil(n / 2): any extents will do. On the way back the finer field is appended to the skip,
-    what was computed on that grid before. (Ronneberger, Fischer and Brox, *U-Net*, 2015, has norms of batches, or none;
-    here a sample's prediction does not depend on others.) Blocks cannot be split over tensor groups.
+    On each of ``levels`` grids a convolution, a group norm and an activation run twice. Grid l has ``width * 2**l``
+    channels. A convolution with stride 2 makes a field coarser, so that an axis of n positions becomes one of
+    ceil(n / 2): any extents will do. On the way back the finer field is appended to the skip, what was computed on that
+    grid before. (U-Nets after Ronneberger, Fischer and Brox, *U-Net*, 2015, normalize batches, or nothing; here a
+    sample's prediction does not depend on other samples.) Blocks cannot be split over tensor groups.
 
     Parameters
     ----------
@@ -274,13 +274,14 @@ class UNet(FieldModel):
     dropout : float
         Rate of the dropout after the last activation on each grid.
     refine : str
-        How a field is made finer: "nearest" and "linear" by :class:`~mpizero.nn.Upsample` (at the ends of an axis
-        "linear" does not interpolate, of a periodic one neither), "transposed" by :class:`~mpizero.nn.ConvTranspose`.
+        How a field is made finer: "nearest" and "linear" by :class:`~mpizero.nn.Upsample` ("linear" does not
+        interpolate across the ends of an axis, not even of a periodic one), "transposed" by
+        :class:`~mpizero.nn.ConvTranspose`.
     task : str
         "regression" or "classification".
     loss : str, Loss or None
-        As for :class:`~mpizero.nn.MLP`. The attribute ``loss`` is the object: a :class:`~mpizero.nn.FieldLoss` of it
-        where it adds up over positions.
+        As for :class:`~mpizero.nn.MLP`. The attribute ``loss`` is the loss object, wrapped in a
+        :class:`~mpizero.nn.FieldLoss` if it adds up over positions.
     dtype : dtype
         float32 or float64.
     seed : int
@@ -374,7 +375,7 @@ class UNet(FieldModel):
         return Sequential(layers | ({"dropout": Dropout(self.dropout, site)} if self.dropout else {}))
 
     def _refinement(self, width: int) -> Layer:
-        """Return a layer that doubles the extents of a field, and makes ``width`` of twice as many channels."""
+        """Return a layer that doubles the extents of a field, and halves its channels to ``width``."""
         if self.refine == "transposed":
             return ConvTranspose(2 * width, width, (2,) * self.axes, stride=2)
         return Sequential({"conv": Conv(2 * width, width, (1,) * self.axes), "upsample": Upsample(2, self.refine)})

@@ -1,10 +1,10 @@
 """Let each rank compute several tiles of a model, with the same bits as a group with one rank for each tile.
 
-Tiles are the parts into which layers, or sequences, are cut (docs/concepts.md). They are numbered, and each rank of a
-group hosts the same number of successive tiles. A layer that is split over a :class:`VirtualGroup` computes what it
-would compute on a rank of a group with one rank for each tile. A process first adds the terms of its own tiles, in the
-order of the binary summation tree, and the real group adds the results, which are the roots of subtrees. So sums have
-the bits of the group with one rank for each tile.
+A tile is the part of layers, or of sequences, that one virtual rank computes (docs/concepts.md). Tiles are numbered,
+and each rank of a group computes equally many consecutive ones. A layer that is split over a :class:`VirtualGroup`
+computes what it would compute on a rank of a group with one rank for each tile. A process first adds the terms of its
+own tiles, in the order of the binary summation tree, and the real group adds the results, which are the roots of
+subtrees. So sums have the bits of the group with one rank for each tile.
 
 :func:`run_in_turns` runs the code of each tile until it calls a collective, and :class:`VirtualRanks` computes the
 collective for all tiles of the rank together. :class:`TileParameters` gives each tile its part of the rank's parameters
@@ -82,9 +82,10 @@ class Meeting:
         self.size, self.answer = size, answer
 
     def wait(self, member: int, brought: Any) -> Any:
-        """Pass the value ``brought``, wait for all other members, and return the result for ``member``, the caller.
+        """Pass the caller's value ``brought``, wait until all members have passed one, and return the caller's result.
 
-        Raises :class:`CollectiveError` if the caller does not run in :func:`run_in_turns`.
+        The result is the one that ``answer`` returns for ``member``, the caller. Raises :class:`CollectiveError` if the
+        caller does not run in :func:`run_in_turns`.
         """
         caller = getcurrent()
         if not isinstance(caller, _Coroutine):
@@ -193,7 +194,7 @@ class _Call(NamedTuple):
 
 
 class VirtualRanks:
-    """Host successive tiles of a group on each of its ranks.
+    """Let each rank of a group compute as several consecutive virtual ranks, which are called its tiles.
 
     Parameters
     ----------
@@ -205,7 +206,7 @@ class VirtualRanks:
     Attributes
     ----------
     groups : tuple of VirtualGroup
-        For each tile of this rank, in order, a group in which every tile is a rank.
+        For each tile of this rank, in order, its view of the group of all tiles.
 
     Raises
     ------
@@ -314,16 +315,16 @@ class Arrived(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VirtualGroup:
-    """Represent a group in which every tile counts as a rank, as one tile sees it; implements :class:`Group`.
+    """Represent the group of all tiles, each of which is a rank of it, for one tile; implements :class:`Group`.
 
     Its methods are collective over all tiles; the tiles of this process call them in one :func:`run_in_turns`.
 
     Parameters
     ----------
     rank, size : int
-        Number of this tile, and number of all tiles.
+        Index of this tile, and how many tiles there are.
     member : int
-        Number of this tile among the tiles of this process.
+        Index of this tile among the tiles of this process.
     meeting : Meeting
         The synchronization point of the tiles of this process.
     """
@@ -506,7 +507,7 @@ class TileParameters:
 
         The arrays are views of ``grads``, or copies that :meth:`collect` copies back. Of a parameter that every tile
         holds whole, all tiles compute the same gradient: the first tile writes it to ``grads``, the others write to new
-        arrays. Integer arrays are treated alike; the new ones start with the old values.
+        arrays. So it is with integer arrays, too, but here the new arrays start with the old values.
         """
         count = len(self.declared)
         copies: list[_Copied] = []
@@ -630,7 +631,7 @@ def _union(specs: Sequence[ParameterSpec]) -> ParameterSpec:
 
 
 class Hosted(NamedTuple):
-    """Describe the tiles of one axis that a rank hosts: their numbers, and how many tiles all ranks have together."""
+    """Describe a rank's tiles of the tensor or context axis: their indices, and how many tiles all ranks have."""
 
     local: range
     size: int
@@ -638,7 +639,7 @@ class Hosted(NamedTuple):
 
 @dataclass(frozen=True)
 class TileGrid:
-    """Number the tiles of a rank: context tiles (parts of sequences), and in each of these tensor tiles (of layers).
+    """Order the tiles of a rank: context tiles (parts of sequences), and in each of these tensor tiles (of layers).
 
     With n tensor tiles on this rank, tile ``c * n + t`` is tensor tile t in context tile c. The activations between
     blocks that a rank holds are those of its context tiles, concatenated along the axis of positions. The activations
@@ -664,10 +665,11 @@ class TileGrid:
         return len(self.context.local)
 
     def cut(self, x: Any, length: int, axis: int | None) -> list[Any]:
-        """Return each tile's part of the rank's activations ``x``: an array, or a tree if tensor tiles do not cut it.
+        """Return a list with each tile's part of the rank's activations ``x``: an array, or a tree if ``axis`` is None.
 
         ``length`` is the number of positions of the whole sequences; it is not used if the rank has one context tile.
-        ``axis`` is the axis that is cut over the tensor tiles, or None if each tensor tile holds the whole array.
+        ``axis`` is the axis that is cut over the virtual ranks of the tensor group, or None if each of these holds the
+        whole array.
         """
         if self.along == 1:
             return [x] * self.across if axis is None else _parts(x, axis, Partition(x.shape[axis], self.across).sizes())
@@ -682,7 +684,10 @@ class TileGrid:
         return parts
 
     def runs(self, run: Run) -> list[Run]:
-        """Return ``run`` for each tile: with the tile's own positions, if the rank has several context tiles."""
+        """Return a list with the Run that each of this rank's tiles (virtual ranks) gets.
+
+        Each is a copy of ``run`` with the tile's positions if the rank has several context tiles, else ``run`` itself.
+        """
         if self.along == 1:
             return [run] * self.across
         zigzag = Zigzag(run.length, self.context.size)
@@ -737,7 +742,7 @@ class TiledBlock(Layer):
     Parameters
     ----------
     forms : tuple of Layer
-        The split form of the block for each tile of the rank; see :class:`TileGrid` for their order.
+        The split form of the block for each tile of the rank, in the order of :class:`TileGrid`.
     grid : TileGrid
         The tiles of the rank.
     entry, exit : int or None
@@ -883,7 +888,7 @@ def tiled_model(
     tensor, context : Group
         The ranks over which layers, and over which sequences are split.
     virtual_ranks : tuple of int
-        Numbers of tensor tiles and of context tiles: the groups' sizes times powers of two.
+        How many tensor tiles and how many context tiles there are: the groups' sizes times powers of two.
     ends : container of str
         The blocks whose outputs are sent to other pipeline stages.
 
@@ -971,7 +976,7 @@ class TiledModel:
     whole : BlockModel
         The unsplit model.
     forms : tuple of SplitModel or ContextModel
-        The split model of each tile of the rank; see :class:`TileGrid` for their order.
+        The split model of each tile of the rank, in the order of :class:`TileGrid`.
     grid : TileGrid
         The tiles of the rank.
     context : Group

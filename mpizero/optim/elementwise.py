@@ -812,9 +812,9 @@ EMA = "ema"
 class CopyingOptimizer:
     """Serve as base class of optimizers that run another one, and keep an array made of the parameters.
 
-    The array begins with the values that the parameters have before the first step. It is one more array of the
-    optimizer's state, so it is sharded, saved and loaded with this state. All other attributes are those of ``inner``,
-    the wrapped optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
+    The first step sets the array to the parameters before it. The array is part of the optimizer's state, so it is
+    sharded, saved and loaded with this state. All other attributes are those of ``inner``, the wrapped optimizer, as
+    :func:`mpizero.optim.elementwise.adapt` returns it.
     """
 
     #: Name of the array in the state.

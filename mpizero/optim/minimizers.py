@@ -600,7 +600,7 @@ class SearchingMethod(VectorMethod):
 
     @abstractmethod
     def _learn(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Learn from the changes of the parameters since ``POINT``, and of the gradient since ``GRADIENT``.
+        """Update the method's own quantities after an iteration; ``POINT`` and ``GRADIENT`` are from before it.
 
         Collective.
         """

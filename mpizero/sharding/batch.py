@@ -238,7 +238,7 @@ def check_slabs(
 
     ``domains`` are the ranks of each domain group. An array is a field if a sample of it has at least the axes of
     ``cut``. If ranks of a domain give the same array, which is not constant, they have not cut the field along each
-    axis, unless their parts make up a field of the extents ``known``, those that the model was given.
+    axis, unless the ranks' parts make up a field of the extents ``known``, which the model was given.
 
     Raises
     ------
@@ -599,7 +599,7 @@ class DynamicScheduler:
         return tuple(shared)
 
     def block(self, count: int) -> range:
-        """Return the numbers of this node's grains in a batch of ``count`` grains. Not collective."""
+        """Return the indices of this node's grains in a batch of ``count`` grains. Not collective."""
         return node_blocks(self.grid, count)[self.grid.nodes.index(self.grid.node_ranks)]
 
     def most(self, count: int) -> int:
@@ -792,7 +792,7 @@ class GrainScalars:
     def fail(self, error: Exception) -> None:
         """Record an error after which this rank computes no more grains of the step. Not collective.
 
-        :meth:`agree` raises it. Errors of communication are raised at once, because the ranks can no longer agree.
+        :meth:`agree` raises it. Errors of communication are raised immediately, because the ranks can no longer agree.
         """
         if isinstance(error, CollectiveError | PeerFailure):
             raise error  # the other ranks would not come to an agreement

@@ -148,7 +148,7 @@ class ComputeSettings(Settings):
     mixed_precision: str | None = setting(None, optional(one_of(*reversed(SIXTEEN_BITS))))
 
     def check_combination(self) -> None:
-        """Raise ``ConfigError`` for settings that exclude each other, and for those that lack another one.
+        """Raise ``ConfigError`` for settings that exclude each other, and for settings that need a missing one.
 
         ``wire`` excludes ``gradient_compression``; ``wire_parameters`` needs ``wire``, and excludes ``ema`` and GPUs;
         ``optimizer_device`` and ``mixed_precision`` need ``device="cuda"``.
@@ -244,8 +244,8 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         updates each element by itself, and a model without statistics of samples; not with ``ema``.
     bucket_mb : float or None
         Size of a bucket in MiB. A bucket is the part of the partial sums of gradients that nodes (ranks if they share
-        no memory) exchange at once. Up to eight buckets are in flight, and the message buffers of each take up to twice
-        its size. None is 2^19 elements. The size changes neither results nor how many bytes are sent.
+        no memory) exchange together. Up to eight buckets are in flight, and the message buffers of each take up to
+        twice its size. None is 2^19 elements. The size changes neither results nor how many bytes are sent.
     threads : int
         Number of threads that compiled kernels and BLAS use on each rank.
     check_every : int
@@ -548,7 +548,10 @@ def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, m
 
 
 def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> bool:
-    """Tell whether the ranks of a node take grains while they compute; see :func:`assigned_in_advance`."""
+    """Tell whether the ranks of a node share their grains (slices of the batch) dynamically.
+
+    Each rank then takes the next grain when it has finished one. Otherwise, see :func:`assigned_in_advance`.
+    """
     requested = config.grain_assignment == "dynamic" and grid.data.size > 1
     return requested and not assigned_in_advance(placement, config, grid, model_ranks)
 
@@ -679,8 +682,8 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
 def round_buffer_sizes(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
     """Return, for each slot of a :class:`ReduceScatterBuffer`, its number of elements for each rank of the node.
 
-    A slot is memory for the gradients of one unit. If ``in_place``, a function writes the gradients of all units at
-    once, and one slot holds the gradients of all units.
+    A slot is memory for the gradients of one unit. If ``in_place``, a function writes the gradients of all units
+    together, and one slot holds the gradients of all units.
     """
     if in_place:
         return [layout.gradient_size]

@@ -356,7 +356,7 @@ class DeviceParameters:
 
     @property
     def full(self) -> bool:
-        """Tell whether the GPU holds all parameters at once."""
+        """Tell whether the GPU holds all parameters all the time, and not only gathered units."""
         return not self.store.sharded
 
     def current(self) -> Array:

@@ -1,7 +1,7 @@
 """Run forward and backward passes: of one micro-batch by an evaluator, of a step's micro-batches by a runner.
 
 An evaluator computes loss and gradients of one micro-batch, with parameters that the store provides unit by unit:
-:class:`BlockEvaluator` for a model of blocks, :class:`BlackBoxEvaluator` for a function of all parameters at once. A
+:class:`BlockEvaluator` for a model of blocks, :class:`BlackBoxEvaluator` for a function of all parameters together. A
 :class:`Runner` calls an evaluator for the micro-batches of a step: :class:`SequentialRunner` one after the other;
 ``sharding/pipeline.py`` has the runner of a pipeline. :class:`CheckedMicroBatch` checks every gradient when it is
 complete. :func:`evaluate` computes losses without training.
@@ -246,7 +246,7 @@ class _Passage:
 
 
 class BlackBoxEvaluator:
-    """Evaluate a black box: a function that needs all parameters at once and computes all gradients together.
+    """Evaluate a functional model: a function that needs all parameters together, and computes all gradients together.
 
     The function returns the gradients or, if ``in_place``, writes them into arrays that are passed to it. In the
     methods, "collective if sharded" means collective over the data group if parameters or gradients are sharded.
@@ -485,10 +485,10 @@ RunOf = Callable[[int, int], Run]
 def agreeable_errors(grid: ProcessGrid) -> tuple[type[Exception], ...]:
     """Return the types of layer errors that are recorded and raised at the end of the step, on all ranks together.
 
-    Not collective. After such an error a rank still joins the collectives of the step. Other errors are raised at once.
-    If layers are split over a tensor or context group, every error is raised at once, because the other ranks of the
-    group wait inside the layer that has raised on this one. One exception is ``DataError`` in a tensor group without a
-    context group: all ranks of the group have the same samples, so all of them raise it.
+    Not collective. After such an error a rank still joins the collectives of the step. Other errors are raised
+    immediately. If layers are split over a tensor or context group, every error is raised immediately, because the
+    other ranks of the group wait inside the layer that has raised on this one. One exception is ``DataError`` in a
+    tensor group without a context group: all ranks of the group have the same samples, so all of them raise it.
     """
     if grid.tensor.size * grid.context.size == 1:
         return (Exception,)
@@ -570,7 +570,10 @@ class Runner(ABC):
         self.store.wait()
 
     def count(self, batch: MicroBatch, loss: float, weight: float) -> None:
-        """Record the sum of losses and the weight of a micro-batch, if this rank records any. Not collective."""
+        """Record the sum of losses and the weight of a micro-batch, if this rank is one that counts losses.
+
+        Not collective.
+        """
         if self.counts and batch.grain is not None:
             self.scalars.add(batch.grain.number, loss, weight)
 

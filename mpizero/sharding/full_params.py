@@ -56,7 +56,7 @@ class GlobalView:
     """Give access to all parameters of a model under the names and shapes that they have in the whole model.
 
     Construction is collective over the model group (``grid.model``), the ranks of a replica. If the model is not split,
-    the methods call those of the store, without further copies or messages.
+    the methods call the store's methods, without further copies or messages.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class GlobalView:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Tell the other ranks of the replica which parameters this rank sends when they are read; learn theirs.
+        """Exchange, among the ranks of the replica, which parameters each rank sends when they are read.
 
         Collective over the model group.
         """

@@ -14,7 +14,7 @@ their sum.
 gradient vector. A :class:`ReduceScatterBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack*
 has *levels*, each as long as this rank's shard of the gradient vector.
 
-[Note: buckets] A bucket is the part of the gradients that peers exchange at once: one segment of the exchange in
+[Note: buckets] A bucket is the part of the gradients that peers exchange together: one segment of the exchange in
 ``comm/reduce.py``, of which a few are in flight at a time (``SegmentQueue``). The bucket size decides into how many
 messages an exchange is cut. It changes neither the number of bytes sent nor the results. All ranks use the same size in
 the same step, so they cut an exchange into equally many segments.
@@ -117,7 +117,7 @@ class MicroBatch:
         return ()
 
     def accumulate(self, unit: Unit, block: str) -> None:
-        """Add a block's gradients, which are complete, to those of this rank's other micro-batches.
+        """Add a block's gradients, which are complete, to the sum over this rank's micro-batches.
 
         Called once for each block, before :meth:`reduce` of its unit. Collective over the data group if gradients are
         summed over ranks during the backward pass.
@@ -132,7 +132,7 @@ class MicroBatch:
 
 
 class ReduceScatterMicroBatch(MicroBatch):
-    """Represent a micro-batch whose gradients are reduce-scattered unit by unit, with those of the other ranks.
+    """Represent a micro-batch whose gradients are reduce-scattered unit by unit, with the other ranks' gradients.
 
     ``grain`` is the grain that this rank computes in ``this_round``, or None. The rank joins the reductions of the
     round even if its grain has fewer micro-batches than others.
@@ -167,10 +167,10 @@ class ReduceScatterMicroBatch(MicroBatch):
 
 
 class AllReduceMicroBatch(MicroBatch):
-    """Represent a micro-batch whose gradients are added to those rows of this rank that ``step`` names.
+    """Represent a micro-batch whose gradients are written to a row of this rank, and added to the rows in ``step``.
 
-    ``row`` is the number of the row that its gradients are written to; None is the scratch array. ``overlapped``, if
-    not None, reduces the rows while this micro-batch, the last one of the step, completes them.
+    ``row`` is the index of the row that its gradients are written to; None is the scratch array. ``overlapped``, if not
+    None, reduces the rows while this micro-batch, the last one of the training step, completes them.
     """
 
     def __init__(self, buffer: AllReduceBuffer, grain: Grain, number: int, step: FoldStep, row: int | None) -> None:
@@ -206,10 +206,10 @@ class Operands(NamedTuple):
     Attributes
     ----------
     rows : 2-D array
-        The partial sums: rows, or levels of the stack. ``UpdatePiece.gradient`` is an index into one of them.
+        The partial sums: rows, or levels of the stack. ``UpdatePiece.gradient`` is an index along the second axis.
     programs : (array, array)
-        The tree program, which says which of them are added in which order, for elements whose sums are not rounded,
-        and for those whose sums are.
+        Tree programs, which say in which order which rows are added: one for elements whose sums are not rounded, and
+        one for elements whose sums are rounded.
     out : 1-D array
         The row or level to which an optimizer that needs norms (LAMB) writes update directions.
     """
@@ -310,15 +310,17 @@ CACHED_PLANS = 16
 
 
 class ReduceScatterBuffer:
-    """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
+    """Keep the gradients of the current unit in a slot, and partial sums of this rank's gradient shard in a stack.
 
-    A slot is a shared window with one array for each rank of the node. A node of several ranks has two slots: one is
-    filled while the other is summed. The stack is an array of a few levels, each as long as this rank's shard of the
-    gradients. A level holds a partial sum (a node of the tree over grains) that is not yet added to another one.
+    A unit is a group of parameters whose gradients are reduced together. A slot is a shared window with one array for
+    each rank of the node. A node of several ranks has two slots: one is filled while the other is summed. The stack is
+    an array of a few levels, each as long as this rank's shard of the gradients. A level holds a partial sum (a node of
+    the tree over grains, slices of the batch) that is not yet added to another one.
 
-    [Note: in place] A black box that writes its gradients in place is given the arrays of all units at once. Then there
-    is only one slot, which holds the gradients of all units one after the other. When the last unit of a round has been
-    summed, the ranks of the node wait for each other, before any of them writes the gradients of the next round.
+    [Note: in place] A functional model that writes its gradients in place is given the arrays of all units together.
+    Then there is only one slot, which holds the gradients of all units one after the other. When the last unit of a
+    round has been summed, the ranks of the node wait for each other, before any of them writes the gradients of the
+    next round.
 
     Parameters
     ----------
@@ -437,14 +439,14 @@ class ReduceScatterBuffer:
         return self._views[key]
 
     def reduce_scatter(self, unit: Unit, this_round: Round) -> None:
-        """Sum the gradients of ``unit`` from all ranks' grains of this round into the stacks of their owners.
+        """Sum the gradients of ``unit`` that the ranks have computed in this round, one grain each.
 
-        Collective over the data group.
+        Each rank adds the partial sums of the range that it owns to its stack. Collective over the data group.
 
         [Note: sums in flight] With several peers, the segments of a unit's exchange are in flight while the next unit
         is computed, in the order of units and rounds. A slot holds the gradients of a unit until all of its segments
         have begun. Where there are two slots, that is before the barrier of the next unit, after which the slot is
-        written again; where there is only one, it is at once.
+        written again; where there is only one, this call begins all segments itself.
         """
         self._queue.begin()
         self.memory.barrier("unit gradients")
@@ -707,8 +709,8 @@ class AllReduceBuffer:
 
         Collective over the data group. The result is the array that the constructor's ``shard`` returns; this rank's
         first row if ``shard`` is None. If the rows were summed during the backward pass, the first row already has the
-        sums: with DDP of the ranges of all peers, which are all divided. DDP sends rounded sums here, before it divides
-        them.
+        sums (with DDP those of all peers' ranges), and they are only divided. If DDP rounds sums, they are sent to all
+        peers here, before they are divided.
         """
         if self.overlapped is not None:
             self._divide(divisors)
@@ -760,9 +762,10 @@ class AllReduceBuffer:
             self._plan = rows_plan(assigned, groups, leaves, rows=self._rows_a_rank)
 
     def _pieces(self) -> tuple[Iterator[RowRange], tuple[Array, Array]]:
-        """Exchange partial sums; return an iterator over the pieces that this rank must sum, and the tree programs.
+        """Exchange partial sums; return an iterator over the ranges that this rank must sum, and the tree programs.
 
-        Collective over the data group. The programs say which rows of a piece are added in which order.
+        Collective over the data group. The programs say in which order the rows of a range (gradients and partial sums)
+        are added, see [Note: tree programs] in :mod:`mpizero.layout.sum_tree`.
         """
         plan, residuals = self._current(), self.exchange.residuals()
         rows = RowsToSum(self.window, self._ranges, plan.group_programs, "gradients", residuals, self.exchange.exact)
@@ -983,10 +986,10 @@ def cut_buckets(
 def bucket_forms(
     parts: Sequence[Sequence[Span]], codec: Codec | None, exact: Sequence[Span]
 ) -> list[tuple[Codec | None, Sequence[Sequence[Span]]]]:
-    """Divide the ranges of a bucket that each peer sums into those sent uncompressed and those sent by ``codec``.
+    """Divide the ranges that each peer sums in a bucket into ranges sent uncompressed and ranges sent by ``codec``.
 
-    Not collective. The result has pairs of a codec (None for the uncompressed ranges) and the ranges of each peer; all
-    peers have equally many of them, and some are empty. ``exact`` are the ranges that are not compressed.
+    Not collective. The result is a list of pairs: a codec (None for the uncompressed ranges), and the ranges of each
+    peer; all peers have equally many ranges, and some are empty. ``exact`` are the ranges that are not compressed.
     """
     if codec is None:
         return [(None, parts)]
@@ -1149,7 +1152,7 @@ class GradientExchange(ExactExchange):
         return [part for peer, part in enumerate(bounds) if peer != self.comm.rank]
 
     def finish(self, *, updated: bool) -> None:
-        """End a step: if it has ``updated`` the parameters, the copy of the residuals replaces them. Not collective."""
+        """End a step; if it has ``updated`` the parameters, the residuals become those of the copy. Not collective."""
         if not updated or not self._divisor:
             return
         for part in self._partial_sums:
@@ -1177,8 +1180,8 @@ class GradientExchange(ExactExchange):
     def left_for(self, peer: int, unit: int | None = None) -> Array:
         """Return the copy, for this step, of the residuals that this rank keeps for ``peer``. Not collective.
 
-        ``unit`` selects the residuals of one unit's gradients; None: of all units. If ``peer`` is this rank's own
-        number, the result is the residuals of its range of the reduced gradient, in units of means.
+        ``unit`` selects the residuals of one unit's gradients; None: of all units. If ``peer`` is this rank itself, the
+        result is the residuals of its range of the reduced gradient, in units of means.
         """
         left = self._next[self._bounds[peer] : self._bounds[peer + 1]]
         if unit is None or not left.size:
@@ -1227,7 +1230,7 @@ def residual_sizes(totals: Sequence[int], peer: int, codec: Codec | None, *, rep
     totals : sequence of int
         Number of gradient elements that each peer owns and that are compressed.
     peer : int
-        Number, among the peers, of the rank that keeps the residuals.
+        Index, among the peers, of the rank that keeps the residuals.
     codec : Codec or None
         The codec that compresses messages; None does not compress.
     replicated : bool

@@ -200,7 +200,7 @@ class Mesh(NodeSettings, AxisSettings):
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
+        """The rank of this process."""
         return self.communicator.rank
 
     @property

@@ -347,7 +347,7 @@ class ParameterAccess:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the mesh."""
+        """The rank of this process in the mesh."""
         return self._rank
 
     @property
@@ -520,7 +520,7 @@ class ParameterAccess:
 def check_movable(engine: Engine, error: SharedMemoryError) -> None:
     """Check that :func:`in_private_memory` can move everything that ``engine`` holds.
 
-    Collective over all ranks, all of which have raised ``error``.
+    Collective over all ranks. It is called after ``error``, for lack of shared memory, was raised on all of them.
 
     Raises
     ------
@@ -629,7 +629,7 @@ class ModelMetadata:
         Bytes by kind ("parameters", "gradients", "optimizer state", "residuals") that the strategy needs on a rank with
         one grain, on host and GPU together. Buffers are not counted.
     peak_bytes : int
-        The largest number of bytes that this rank has held at once.
+        The most bytes that this rank has held at the same time.
     bytes_sent_last_step : int
         Bytes that this rank sent to other ranks in the last training step.
 
@@ -808,7 +808,7 @@ def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
     """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
 
     Elementwise state has the offsets of its parameters in the flat vector of the whole model; state arrays of whole
-    tensors follow one another. Not collective; the engine has a bound optimizer.
+    tensors follow one another. Not collective. The engine must have a bound optimizer.
     """
     optimizer = engine.bound_updater.optimizer
     pairs = [(e, state_specs(optimizer, e.spec).get(slot)) for e in engine.global_view.layout.parameters]

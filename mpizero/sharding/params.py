@@ -763,7 +763,7 @@ class ParameterStore:
         unit : Unit
             The unit to gather now.
         following : Unit or None
-            The unit that every rank gathers next, if it is known; its gather begins at once. See [Note: the next unit].
+            The unit that every rank gathers next, if it is known; its gather begins now. See [Note: the next unit].
         by_block : bool
             Whether the caller itself calls :meth:`wait` for each block before it reads the block's parameters.
         """
@@ -852,7 +852,7 @@ class ParameterStore:
 
     @property
     def in_flight(self) -> bool:
-        """Tell whether updated parameters are in flight, for which ranks wait in a collective call."""
+        """Tell whether updated parameters are in flight. To wait for them is a collective call."""
         return bool(self._gathering)
 
     @property
@@ -1017,7 +1017,7 @@ class ParameterAllGather:
     A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins that of the
     first region which the next forward pass uses; it is collective over the data group.
 
-    [Note: small messages first] The other all-gathers begin, all at once, when the ranks have agreed on the next batch.
+    [Note: small messages first] The other all-gathers begin together, when the ranks have agreed on the next batch.
     Between two hosts MPI sends messages in the order in which they begin, so the small messages of this agreement wait
     only for the parameters that the first block needs anyway. A rank that computes nothing begins them as well, before
     it waits for others. Because ranks do so in their next call that uses parameters, that call must be collective.
@@ -1143,14 +1143,15 @@ def fits_shared_memory(
     placement : Placement
         The strategy's row of the placement table.
     config : Config
-        The settings. If ``micro_batch`` is None, the check counts as many rows (memory for one flat gradient each) as
-        any batch of up to 16 grains can need. Otherwise it counts one row for each rank. If the first step needs more
-        rows, and they do not fit, :mod:`mpizero.sharding.parameter_access` moves the model to private memory.
+        The settings. A row is memory for one flat gradient. If ``micro_batch`` is None, the batch may have any number
+        of grains (slices): the check counts the rows that up to 16 of them can need. Otherwise it counts one row for
+        each rank. If the first step needs more rows, and they do not fit, :mod:`mpizero.sharding.parameter_access`
+        moves the model to private memory.
     scratch : bool
-        Whether gradients of a grain that are at once added to another row are written to scratch memory, and not to a
-        row of their own.
+        Whether gradients of a grain that are immediately added to another row are written to scratch memory, and not
+        to a row of their own.
     in_place : bool
-        Whether the model is a function that writes the gradients of all units at once.
+        Whether the model is a function that writes the gradients of all units together.
     """
     if grid.local_size == 1 and grid.data.size == grid.world.size:
         return True

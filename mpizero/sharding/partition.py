@@ -356,11 +356,11 @@ class PartitionedModel:
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """The numbers of this stage's chunks, ascending."""
+        """The indices of this stage's chunks, ascending."""
         return self.chunks_of(self.stage)
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
-        """Return the numbers of a stage's chunks, ascending. Not collective."""
+        """Return the indices of a stage's chunks, ascending. Not collective."""
         return tuple(c for c, s in enumerate(self.parallel_layout.chunks) if s == stage)
 
     @property
@@ -494,7 +494,7 @@ class PartitionedModel:
     def join_prediction(self, prediction: Array) -> Array:
         """Join the parts of a prediction: return the scores of all classes, for all positions of the sequences.
 
-        Collective over the tensor and context group.
+        Collective over the tensor group and the context group.
         """
         if not self.is_split:
             return prediction
@@ -713,7 +713,7 @@ def _below(layer: Any) -> list[str]:
 
 
 def _in_pieces(values: Any) -> Any:
-    """Return ``values`` as an array, or as a list of flat pieces of it if it is too large to be compared at once."""
+    """Return ``values`` as an array, or as a list of flat pieces if it is too large to be compared in one piece."""
     array = np.asarray(values)
     pieces = array.nbytes // LARGEST_ARRAY + 1
     return array if pieces == 1 else np.array_split(array.reshape(-1), pieces)

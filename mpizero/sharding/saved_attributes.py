@@ -189,7 +189,10 @@ def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def warn_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Print a notice on rank 0 if the model has other numbers of tiles than the checkpoint. Not collective."""
+    """Print a notice on rank 0 if the model is not cut into as many tiles, by axis, as the checkpoint's.
+
+    Not collective. The axes are tensor and context; a tile is the part of one virtual rank.
+    """
     theirs, layout = recorded_tiles(saved), engine.partitioned.parallel_layout
     if theirs is None or theirs == layout.virtual_ranks or not engine.prints_notices:
         return

@@ -88,7 +88,7 @@ class StepReport:
     loss_scale, next_loss_scale : float
         The loss scale of this step, and the one of the next step.
     bucket_mb : float
-        MiB of partial sums of gradients that are in flight at once; 0.0 if gradients are not sent.
+        Size in MiB of a bucket, the partial sums that nodes exchange together; 0.0 if gradients are not sent.
 
     Examples
     --------

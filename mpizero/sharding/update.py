@@ -76,9 +76,9 @@ class UpdateScope:
 class Updater:
     """Run an optimizer on the ranges of the parameters that this rank updates.
 
-    The *reduced gradient* is the gradient summed over all grains and divided by the total weight and the loss scale.
-    For averaged parameters, such as running means, the reduced gradient holds new values, averaged over the samples, in
-    place of gradients.
+    The *reduced gradient* is the gradient summed over the whole global batch, and divided by the total weight of its
+    samples and by the loss scale. For averaged parameters, such as running means, the reduced gradient holds new
+    values, averaged over the samples, in place of gradients.
 
     Parameters
     ----------
@@ -355,7 +355,7 @@ class Updater:
         return self.over_ranks(self.trees.sums((values,), starts))
 
     def over_ranks(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Return, for every optimized parameter of the model, the sum of its tiles' values, given those of this rank.
+        """Return, for every optimized parameter of the model, the sum of its tiles' values, from this rank's values.
 
         Collective over the ranks of a replica.
         """
@@ -611,7 +611,7 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
 
 
 def _trees(shard: Shard, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
-    """Yield name, tile and subtrees of each sum that a rank computes, in the order in which the rank sends the sums."""
+    """Yield, for each sum that a rank computes and sends, the parameter's name, the tile's index, and the subtrees."""
     for entry, part, _ in shard.pieces():
         for tile, rows in enumerate(tiles.get(entry.spec.name, ())):
             inside = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
@@ -625,7 +625,7 @@ DEVICE_BLOCK = 1 << 24
 
 
 class _Block(NamedTuple):
-    """Describe elements of a tile that are copied at once, and the ranges of the copy that are summed.
+    """Describe elements of a tile that are copied together, and the ranges of the copy that are summed.
 
     ``start`` is the first element, as an index into the tile. ``starts`` and ``stops`` are the ends of the ranges,
     relative to ``start``; ``size`` is the number of elements.
@@ -638,7 +638,7 @@ class _Block(NamedTuple):
 
 
 class StridedTile:
-    """Sum squares or products of elements of a tile that are not contiguous in the values that a rank holds.
+    """Sum squares or products of a tile's elements, which are not contiguous in the values that a rank holds.
 
     The elements are copied block by block into a small array, which stays in the cache until it is summed.
 
@@ -742,5 +742,5 @@ def tiles_of(spec: ParameterSpec) -> int:
 
 
 def over_tiles(values: Sequence[float] | Array) -> float:
-    """Return the sum of one value for each tile, in the order of the binary tree over the tile's number."""
+    """Return the sum of ``values``, one for each tile of a parameter, in the order of a binary tree over the tiles."""
     return evaluate(leaves_program(len(values)), values)

@@ -161,7 +161,7 @@ class ShardedVectors:
                 yield piece, factors
 
     def _limits(self) -> Iterator[_Limited]:
-        """Yield the pieces that have bounds. Not collective."""
+        """Yield the pieces (ranges of parameters) that have bounds. Not collective."""
         for piece in self._updater.pieces:
             if self._bounds is not None:
                 spec = piece.entry.spec

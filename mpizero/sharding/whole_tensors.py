@@ -197,7 +197,7 @@ class TensorPlan:
         return frozenset(entry.spec.name for entry in self.tensors)
 
     def owned(self, rank: int) -> list[int]:
-        """Return the numbers of the tensors that data rank ``rank`` owns."""
+        """Return the indices of the tensors that data rank ``rank`` owns."""
         return [number for number, owner in enumerate(self.owners) if owner == rank]
 
     @cached_property

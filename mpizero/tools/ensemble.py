@@ -85,8 +85,8 @@ def run_members(
     run : path
         Folder of the ensemble; all ranks see it.
     on_failure : {"end", "continue"}
-        What an exception on all ranks of a member does: "end" ends the job at once; with "continue" it is printed, the
-        ranks of the member wait for the others, and then all ranks raise MemberError.
+        What an exception on all ranks of a member does: "end" ends the job immediately; with "continue" it is printed,
+        the ranks of the member wait for the others, and then all ranks raise MemberError.
     only : int or None
         Run only the member with this number, on all ranks. Each member can thus run as a job of its own; these jobs
         share one summary.

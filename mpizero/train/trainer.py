@@ -479,7 +479,7 @@ class Trainer:
     def of_setup(cls, setup: RunSetup, context: JobContext) -> Self:
         """Return the trainer of a run that was built from a configuration file. Not collective.
 
-        ``context`` has the signals that the caller catches.
+        ``context`` holds the signal handlers of the caller, the command's start time, and its environment.
         """
         made = cls.__new__(cls)
         made._arguments = made._created_mesh = None

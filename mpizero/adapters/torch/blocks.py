@@ -90,7 +90,7 @@ class SavedParameters:
         return _ParameterView(number, offset, tensor.shape, tensor.stride())
 
     def parameter_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of the parameter in whose memory a tensor begins, or None. Not collective."""
+        """Return the index of the parameter in whose memory a tensor begins, or None. Not collective."""
         address = tensor.data_ptr()
         return next((i for i, (start, stop) in enumerate(self._ranges) if start <= address < stop), None)
 
@@ -198,7 +198,7 @@ class Describer:
 
 
 def chosen_names(names: list[str], where: str, patterns: Collection[str], what: str = "parameter") -> frozenset[str]:
-    """Return those of ``names`` that match ``patterns``; raise ``ConfigError`` for a pattern that matches none."""
+    """Return the names that match ``patterns``; raise ``ConfigError`` for a pattern that matches none of ``names``."""
     where = f"TorchModel: {where}"
     return frozenset(selected(names, where, as_patterns(where, patterns), what))
 

@@ -85,7 +85,7 @@ class BlockTensors:
     others : tuple of ModuleTensor
         The other buffers, which stay in the module; no forward pass may change them.
     parameters : frozenset of str
-        Names of those in ``stored`` that are parameters of the module, not buffers.
+        Names of the tensors in ``stored`` that are parameters of the module, not buffers.
     unused : frozenset of str
         Names of parameters on which the loss may not depend in some passes.
     """
@@ -312,7 +312,7 @@ _deterministic = getattr(torch._C, "_set_deterministic_algorithms", torch.use_de
 
 @contextmanager
 def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[None]:
-    """Let this thread alone use PyTorch, with ``settings`` and, if given, ``seed``; restore the former ones at the end.
+    """Let this thread alone use PyTorch, with ``settings`` and, if given, ``seed``; restore the old ones at the end.
 
     Not collective.
     """

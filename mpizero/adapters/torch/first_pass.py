@@ -92,7 +92,7 @@ def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
 
 
 def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
-    """List the leaves of which :func:`sample_axis` finds the axis: (index of the leaf, axis, its three tensors)."""
+    """Return the leaves whose :func:`sample_axis` is known, each as (index of the leaf, axis, its three tensors)."""
     trees = [leaves_of(tree) for tree in parts]
     if len({len(leaves) for leaves in trees}) > 1:
         return []
@@ -155,7 +155,7 @@ class _Chain:
 
 @dataclass
 class Trial:
-    """Run the first samples through the blocks of a model and its loss, all at once and in two halves, to compare both.
+    """Run the first samples through the blocks of a model and its loss, together and in two halves, to compare both.
 
     Each rank that is a thread runs its own samples. ``done`` is True once results were compared, or if they need not
     be.
@@ -177,7 +177,10 @@ class Trial:
         return parts_of(x, count)
 
     def output(self, number: int, parts: InParts | None) -> None:
-        """Store the output of block ``number``, in parts or None if unknown, as the input of the next block."""
+        """Store ``parts``, the output of block ``number`` for all samples and for two parts; None if it is unknown.
+
+        :meth:`input` returns it to the next block.
+        """
         chain = self._chains[threading.get_ident()]
         chain.next, chain.parts = number + 1, parts
 
@@ -188,7 +191,7 @@ class Trial:
             chain.end = output
 
     def prediction(self, raw: Any, tensors: Any, count: int) -> list[tuple[InParts, int]]:
-        """Return in up to two ways the prediction ``raw`` of a loss in parts, each with the number of samples.
+        """Return a list of up to two (prediction in parts, number of samples), for the loss of the prediction ``raw``.
 
         First come the parts that the blocks have computed, then ``tensors``, the prediction itself, cut into parts.
         """
@@ -308,7 +311,7 @@ class ModuleCopy:
 
 
 def _outside(tensors: Sequence[Any], known: Iterable[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
-    """Return weak references to the leaves of a graph besides ``known``; a pass that made one itself lets it die."""
+    """Return weak references to the leaves of a graph besides ``known``; leaves that the pass made die with it."""
     inside = {id(tensor) for tensor in known}
     return [weakref.ref(leaf) for leaf in graph_leaves(tensors) if id(leaf) not in inside]
 
@@ -363,7 +366,7 @@ def _line(state: Callable[[], Any], action: Callable[[], Any]) -> str:
 
 #: Number of shapes of samples, in training and in evaluation, whose first pass is checked.
 MOST_SHAPES = 4
-#: Most bytes of a single sample that is computed twice at once with all that a backward pass needs.
+#: Most bytes of a single sample that is computed twice, in one batch, with all that a backward pass needs.
 _LARGE = 1 << 20
 
 _ONCE = (
@@ -412,7 +415,7 @@ class FirstPass:
     _followed: bool = False
 
     def new_kind(self, x: Any, *, training: bool, counted: bool) -> Any:
-        """Return the entry of :attr:`kinds` for samples like ``x``, or None if they need no check.
+        """Return what to add to :attr:`kinds` once samples like ``x`` are checked; None if they need no check.
 
         ``counted`` says whether the samples belong to a batch; zeros that the planner uses do not.
         """
@@ -669,7 +672,7 @@ class FirstLoss:
         return named(self.function, "loss")
 
     def new_kind(self, trees: Any) -> Any:
-        """Return the entry of :attr:`kinds` for samples like these, or None if they need no check."""
+        """Return what to add to :attr:`kinds` once samples like ``trees`` are checked; None if they need no check."""
         kind = tuple((leaf.shape, leaf.dtype) for leaf in leaves_of(trees))
         return None if kind in self.kinds or len(self.kinds) >= MOST_SHAPES else kind
 

@@ -90,7 +90,7 @@ class TorchModel:
         The submodules that the module runs one after the other, in this order, and nothing else: ``["embedding",
         "layers.*", "head"]``. These blocks are the units that ZeRO-3 gathers, pipelines distribute and activation
         checkpointing repeats. A tuple that a block returns becomes several arguments of the next block, a dictionary
-        keyword arguments. With None, the module is one block, and ZeRO-3 gathers all its parameters at once.
+        keyword arguments. With None, the module is one block, and ZeRO-3 gathers all its parameters together.
     seed : int
         Seed of random numbers, such as those of dropout.
     frozen : collection of str

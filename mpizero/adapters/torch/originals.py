@@ -297,7 +297,7 @@ class OriginalForward:
 
 
 def _runs_its_blocks(module: torch.nn.Module, blocks: Sequence[str]) -> bool:
-    """Tell whether a module has no ``forward`` of its own, or one that runs just these blocks."""
+    """Tell whether a module has no ``forward``, or is a Sequential whose children are just ``blocks``, in order."""
     if type(module).forward is torch.nn.Module.forward:
         return True
     plain = type(module).forward is torch.nn.Sequential.forward

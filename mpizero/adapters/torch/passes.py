@@ -77,7 +77,7 @@ class Passed(NamedTuple):
 
 @dataclass(eq=False)
 class ModuleCall:
-    """Call a module with tensors in place of its parameters that share the memory of given arrays.
+    """Call a module with other tensors in place of its parameters: tensors that share the memory of given arrays.
 
     The first pass in training, and the first in evaluation, get copies of parameters and input, which are compared with
     the originals afterwards: if a module changes its parameters, an error is raised before any are overwritten; a
@@ -308,7 +308,10 @@ _BOTH = 3
 
 
 class _Counter(Kernels):
-    """Count the kernels that PyTorch calls in forward passes, and their work; multiply both by :data:`_BOTH`."""
+    """Estimate the kernels and the work of forward and backward passes from the kernels called in forward passes.
+
+    The attribute ``work`` holds :data:`_BOTH` times what the forward passes have called and computed.
+    """
 
     def __init__(self) -> None:
         super().__init__()

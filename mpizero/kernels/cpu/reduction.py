@@ -184,7 +184,7 @@ def first_nonfinite(x: Array) -> int:
 
 @kernel("void(const T[:,::1], const T[:,::1], i8, T[:,::1])")
 def add_two(a: Array, b: Array, start: int, out: Array) -> None:
-    """Write the sum of two arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    """Write the elementwise sum of two matrices, from column ``start`` on, to ``out``."""
     for r in range(out.shape[0]):
         to = out[r]
         aa, bb = a[r, start : start + to.size], b[r, start : start + to.size]
@@ -194,7 +194,7 @@ def add_two(a: Array, b: Array, start: int, out: Array) -> None:
 
 @kernel("void(const T[:,::1], const T[:,::1], const T[:,::1], const T[:,::1], i8, T[:,::1])")
 def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> None:
-    """Write the sum of four arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    """Write the elementwise sum of four matrices, from column ``start`` on, to ``out``: ``(a + b) + (c + d)``."""
     for r in range(out.shape[0]):
         to = out[r]
         aa, bb = a[r, start : start + to.size], b[r, start : start + to.size]
@@ -210,7 +210,7 @@ def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> 
 def add_eight(
     a: Array, b: Array, c: Array, d: Array, e: Array, f: Array, g: Array, h: Array, start: int, out: Array
 ) -> None:
-    """Write the sum of eight arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    """Write the elementwise sum of eight matrices, from column ``start`` on, to ``out``: pairs, pairs of these, ..."""
     for r in range(out.shape[0]):
         to = out[r]
         aa, bb = a[r, start : start + to.size], b[r, start : start + to.size]

@@ -240,7 +240,9 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
 
     The function is called as ``update(total, *arrays, hyper, start, stop)`` and gets the elements of the averaged
     gradient by ``_gradient(total, i)``. ``arrays`` is the part of the kernel's signature with the types of ``*arrays``,
-    as text. The kernel is called as ``kernel(rows, first, program, divisor, *arrays, hyper, start, stop)``.
+    as text. The kernel is called as ``kernel(rows, first, program, divisor, *arrays, hyper, start, stop)``: the rows
+    from column ``first`` on are added as ``program`` says (see :mod:`mpizero.layout.sum_tree`), and ``divisor`` is an
+    array with the total weight.
     """
 
     def made(update: Callable[..., None]) -> Kernel:

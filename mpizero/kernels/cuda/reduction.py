@@ -38,9 +38,9 @@ _is_finite = formulas.is_finite
 
 
 def _range_of(firsts: Array, node: int) -> int:
-    """Return the number k of the range that a node belongs to: ``firsts[k] <= node < firsts[k + 1]``.
+    """Return the index k of the range that a node belongs to: ``firsts[k] <= node < firsts[k + 1]``.
 
-    ``firsts`` holds the number of the first node of each range, and at the end the number of all nodes.
+    ``firsts`` holds the index of the first node of each range, and at the end the count of all nodes.
     """
     low, high = 0, firsts.size - 1
     while high - low > 1:
@@ -151,7 +151,7 @@ def tree_dots(x: Array, y: Array, starts: Array, stops: Array, out: Array) -> No
 
 
 def _first_nodes(starts: Array, stops: Array) -> Array:
-    """Return, for each range of elements, the index of its first node on the next level, and the number of all nodes.
+    """Return, for each range of elements, the index of its first node on the next level; and last, the count of nodes.
 
     Each node of the next level is the sum of ``TILE`` elements of a range, or fewer at its end.
     """
@@ -179,7 +179,7 @@ def first_nonfinite(x: Array) -> int:
 
 @kernel("void(const T[:,::1], const T[:,::1], i8, T[:,::1])")
 def add_two(a: Array, b: Array, start: int, out: Array) -> None:
-    """Write the sum of two arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    """Write the elementwise sum of two matrices, from column ``start`` on, to ``out``."""
     columns = out.shape[1]
     for index in range(cuda.grid(1), out.size, cuda.gridsize(1)):
         r, i = index // columns, index % columns
@@ -188,7 +188,7 @@ def add_two(a: Array, b: Array, start: int, out: Array) -> None:
 
 @kernel("void(const T[:,::1], const T[:,::1], const T[:,::1], const T[:,::1], i8, T[:,::1])")
 def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> None:
-    """Write the sum of four arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    """Write the elementwise sum of four matrices, from column ``start`` on, to ``out``: ``(a + b) + (c + d)``."""
     columns = out.shape[1]
     for index in range(cuda.grid(1), out.size, cuda.gridsize(1)):
         r, i = index // columns, index % columns
@@ -202,7 +202,7 @@ def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> 
 def add_eight(
     a: Array, b: Array, c: Array, d: Array, e: Array, f: Array, g: Array, h: Array, start: int, out: Array
 ) -> None:
-    """Write the sum of eight arrays, each from column ``start`` on, to ``out``, in the order of a binary tree."""
+    """Write the elementwise sum of eight matrices, from column ``start`` on, to ``out``: pairs, pairs of these, ..."""
     columns = out.shape[1]
     for index in range(cuda.grid(1), out.size, cuda.gridsize(1)):
         r, i = index // columns, index % columns

@@ -1,6 +1,6 @@
 """Measure how fast a machine multiplies, moves memory, sends messages and writes files: ``mpizero bench machine``.
 
-:func:`alone` and :func:`together` time the same work on one rank alone and on all ranks at once.
+:func:`alone` and :func:`together` time the same work on one rank alone and on all ranks together.
 :class:`ProductBenchmark` measures the rate of matrix products with the shapes that a transformer's layers have.
 :class:`PassBenchmark` measures memory bandwidth for the reads and writes of a training step, with plain loops and the
 library's kernels. :class:`MessageBenchmark` times the collectives that the library uses, and messages between two
@@ -76,7 +76,7 @@ def alone(comm: Communicator, work: Callable[[], object]) -> float:
 
 
 def together(comm: Communicator, work: Callable[[], object]) -> float:
-    """Time ``work`` on all ranks at once, and return the slowest rank's seconds on every rank.
+    """Time ``work`` on all ranks together, and return the slowest rank's seconds on every rank.
 
     Collective over ``comm``. If ``work`` raises on one rank, all ranks raise.
     """
@@ -263,7 +263,7 @@ class ProductBenchmark:
         return tuple(timed.measurement() for timed in self.timed)
 
 
-#: Arrays that the passes need at once.
+#: Arrays that the passes need at the same time.
 ARRAYS = 7
 #: Programs of ``tree_sum`` that add two and four rows; a row is one array of gradients.
 _TWO, _FOUR = (0, -3), (0, -3, 2, -5, -1)

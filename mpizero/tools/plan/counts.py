@@ -178,7 +178,7 @@ def gather_cost(
 def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
     """Return the cost of :func:`mpizero.comm.reduce.begin_gather`, which needs no buffers. Not collective.
 
-    The all-gather sends several spans at once: ``columns[j][i]`` is the number of elements in span j of peer i.
+    The all-gather sends several spans together: ``columns[j][i]`` is how many elements span j of peer i has.
     ``peer`` is the peer whose cost is computed.
     """
     pieces = [piece for sizes in columns for piece in pieces_of([Span(0, size) for size in sizes])]

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class FakeArray(np.ndarray):
-    """Represent an array that holds zeros or is never read: matrix products with it return zeros at once.
+    """Represent an array that holds zeros or is never read: matrix products with it return zeros immediately.
 
     All other operations work as on a plain array, and return plain arrays. A product whose ``out`` is a FakeArray
     writes nothing, so that the memory of ``out`` is never touched.
@@ -275,7 +275,7 @@ class BlockTrial(NamedTuple):
 
     @property
     def backward_peak(self) -> int:
-        """The most bytes that a whole backward pass needs at once, in addition to ``saved.cached``."""
+        """The most bytes that a whole backward pass needs at any moment, in addition to ``saved.cached``."""
         ends = self.output.nbytes + (0 if self.gradient is None else self.gradient.nbytes)
         return max(self.peaks.input, self.saved.deferred - self.saved.cached + ends + self.peaks.weights)
 
@@ -554,7 +554,7 @@ class ShardSizes:
         return (spans[unit.index].size, *(entry.span.intersect(spans[home]).size for entry, home in homes))
 
     def squares(self, rank: int) -> int:
-        """Return how many partial sums of squares data rank ``rank`` sends when a norm is computed. Not collective."""
+        """Count the partial sums of squares that data rank ``rank`` sends when a norm is computed. Not collective."""
         count = 0
         for unit, span in zip(self.layout.units, self.shards[rank].spans, strict=True):
             for entry in unit.entries:
@@ -910,13 +910,13 @@ class ChunkActivations:
 
     @cached_property
     def forward_peak(self) -> int:
-        """The most bytes that the chunk needs at once in the forward pass."""
+        """The most bytes that the chunk needs at any moment of the forward pass."""
         parts = zip(self._levels, self._borders, self.trials, strict=False)
         return max(level + border + trial.peaks.forward for level, border, trial in parts)
 
     @cached_property
     def backward_peak(self) -> int:
-        """The most bytes that the chunk needs at once in a whole backward pass.
+        """The most bytes that the chunk needs at any moment of a whole backward pass.
 
         Each block frees its cache at the end of its own backward pass.
         """
@@ -928,7 +928,7 @@ class ChunkActivations:
 
     @cached_property
     def input_peak(self) -> int:
-        """The most bytes that the chunk needs at once in the backward pass for inputs.
+        """The most bytes that the chunk needs at any moment of the backward pass for inputs.
 
         During this pass each block's cache is replaced by what the block keeps for the backward pass for weights.
         """
@@ -938,7 +938,7 @@ class ChunkActivations:
 
     @cached_property
     def weights_peak(self) -> int:
-        """The most bytes that the chunk needs at once in the backward pass for weights."""
+        """The most bytes that the chunk needs at any moment of the backward pass for weights."""
         return self.deferred + max(trial.peaks.weights for trial in self.trials)
 
     @property
@@ -947,7 +947,7 @@ class ChunkActivations:
         return self._borders[-2] + self.trials[-1].saved.cached
 
     def peak(self, kind: str) -> int:
-        """Return the most bytes that an instruction needs at once for this micro-batch. Not collective.
+        """Return the most bytes that an instruction needs at any moment for this micro-batch. Not collective.
 
         ``kind`` is "forward", "backward", "backward_input" or "backward_weights".
         """
@@ -963,7 +963,7 @@ class ActivationPeaks(NamedTuple):
     saved : int
         The most bytes that are kept for backward passes.
     caches : int
-        Largest number of caches that are kept at once. There is one cache for each chunk and micro-batch.
+        The most caches that are kept at the same time. There is one cache for each chunk and micro-batch.
     most : int
         The most bytes in use while a block runs: those kept for backward passes, and those of the block.
     total : int

@@ -334,7 +334,7 @@ class RankPlan:
     operations : int or None
         The rank's floating-point operations in a step; None if a layer does not count its operations.
     caches : int
-        Largest number of caches that the rank holds at once. There is one cache for each chunk and micro-batch.
+        The most caches that the rank holds at the same time. There is one cache for each chunk and micro-batch.
     """
 
     rank: int
@@ -454,7 +454,7 @@ class TrainingPlan:
 
     @cached_property
     def planned_ranks(self) -> PlannedRanks:
-        """The nodes of all ranks, from which each rank's groups are computed."""
+        """The ranks of the planned job: on which node each is, and its groups."""
         mesh = self.mesh or getattr(self.config, "mesh", None) or Mesh()
         check_shard_nodes(self.row, mesh)
         return PlannedRanks.build(

@@ -6,7 +6,7 @@ file, a small JSON document. :class:`StepPasses` counts the bytes that one rank 
 check gradients and to update parameters. :class:`TimeFloors` divides these counts by the speeds.
 
 [Note: least passes] A row is an array that holds a gradient or a partial sum. Every row of a sum is counted as read
-once, and every result as written once. A sum that a fused update uses at once is not written. Copies into and out of
+once, and every result as written once. A sum that a fused update uses itself is not written. Copies into and out of
 message buffers are not counted here; they are part of the time of the messages.
 """
 
@@ -55,12 +55,12 @@ class MemoryPass:
     elements, itemsize : int
         Number of elements of each array, and bytes of an element.
     one, every : Measurement
-        Seconds of the plain pass: of one rank alone, and of the slowest of all ranks at once.
+        Seconds of the plain pass: of one rank alone, and of the slowest when all ranks run it.
     own_one, own_every : Measurement
-        Seconds of mpizero's kernel: of one rank alone, and of the slowest of all ranks at once.
+        Seconds of mpizero's kernel: of one rank alone, and of the slowest when all ranks run it.
     ratio_one, ratio_every : Measurement
         Seconds of the kernel divided by those of the plain pass in the same repetition: of one rank alone, and of the
-        slowest of all ranks at once.
+        slowest when all ranks run it.
     """
 
     name: str
@@ -94,7 +94,7 @@ class MatrixProduct:
     linear : bool
         Whether it is a product of a block's linear layers. :meth:`Machine.rate` uses only those.
     one, every : Measurement
-        Seconds of one rank alone, and of the slowest of all ranks at once.
+        Seconds of one rank alone, and of the slowest when all ranks run it.
     """
 
     name: str
@@ -202,7 +202,7 @@ class Machine:
         [Note: limits] Only the fastest repetition of each measurement is used, because other processes may have slowed
         the other repetitions.
 
-        [Note: other numbers of ranks] One rank alone and all ranks at once were measured. For another number of ranks
+        [Note: other numbers of ranks] One rank alone and all ranks together were measured. For another number of ranks
         on a node, a rank gets an equal part of the rate that a node's measured ranks had together, but at most the rate
         of one rank alone.
         """
@@ -269,7 +269,7 @@ class Machine:
 def _shared(one: float, every: float, measured: int, wanted: int) -> float:
     """Return one rank's rate on a node of ``wanted`` ranks: see [Note: other numbers of ranks] at :meth:`Machine.rate`.
 
-    ``one`` is the rate of one rank alone, ``every`` the rate of each rank when ``measured`` ranks run at once.
+    ``one`` is the rate of one rank alone, ``every`` the rate of each rank when ``measured`` ranks run together.
     """
     return min(one, every * measured / wanted)
 
@@ -512,7 +512,7 @@ def tensor_work(traffic: RankTraffic) -> int:
 
 
 def _rows_read(program: Program) -> int:
-    """Return how many arrays the instructions ``program``, which sum gradients in the order of a tree, read."""
+    """Return how many arrays are read by ``program``, the instructions that sum gradients in the order of a tree."""
     return sum(code != -1 for code in program)
 
 

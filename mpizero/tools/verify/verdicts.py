@@ -443,9 +443,9 @@ class LossEvidence:
     weight, weight_expected : float
         The divisor of the sum of losses, in the layout and in one process.
     grains : mapping of int to (float, int)
-        By number of the grain, its loss sum in the layout, and the rank that computed it.
+        By index of the grain, its loss sum in the layout, and the rank that computed it.
     grains_expected : mapping of int to float
-        By number of the grain, its loss sum in one process.
+        By index of the grain, its loss sum in one process.
     rounding : Rounding
         Bounds on rounding errors in this training.
     """
@@ -463,7 +463,7 @@ class LossEvidence:
 
     @property
     def wrong_grains(self) -> list[int]:
-        """Return the numbers of the grains whose loss differs from one process, in order."""
+        """Return the indices of the grains whose loss differs from one process, in order."""
         pairs = ((g, loss, self.grains_expected.get(g)) for g, (loss, _) in sorted(self.grains.items()))
         return [g for g, loss, wanted in pairs if wanted is not None and not self.rounding.same(loss, wanted)]
 

@@ -238,13 +238,13 @@ def _made_model(section: MadeModelSection, config: RunConfig, sources: Sequence[
 def make_model(config: RunConfig, widths: Sequence[int] | None) -> Any:
     """Build the model of the library that ``model.name`` names.
 
-    Not collective. ``widths`` are the numbers of features and outputs of an MLP, or those of the channels of
-    fields, followed by their extents; None for a GPT.
+    Not collective. ``widths`` is, for an MLP, (features, outputs); for a model of fields (input channels, output
+    channels, extents of space); None for a GPT.
 
     Raises
     ------
     DataError
-        If ``widths`` are not as many numbers as the model takes.
+        If ``widths`` has more or fewer numbers than the model takes.
     """
     section = config.model
     arguments = section.values("name", *(item.name for item in fields(ModelSection))) | {"seed": config.train.seed}

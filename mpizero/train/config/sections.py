@@ -451,7 +451,10 @@ class GptSection(NamedModelSection):
         return self.heads, self.sequence
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError if the model has fewer blocks than chunks, or a tensor group cannot split its heads."""
+        """Raise SettingError if the model has fewer blocks than pipeline chunks, or does not fit a group.
+
+        The tensor group must be able to split its heads, and there can be no domain.
+        """
         parallel.check_blocks(self.block_count)
         parallel.check_heads(self.heads)
         parallel.check_space(f"model.name = {shown(self.name)}", 0)
@@ -488,7 +491,7 @@ class ArrayModelSection(NamedModelSection):
             raise self.reject("loss", f"must be one of {known} with model.task = {shown(self.task)}")
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError if the model has fewer blocks than chunks, or if there are context groups."""
+        """Raise SettingError if the model has fewer blocks than pipeline chunks, or if ``context`` is more than 1."""
         parallel.check_blocks(self.block_count)
         if parallel.context > 1:
             raise parallel.reject("context", f"must be 1: model.name = {shown(self.name)} has no sequence to cut")
@@ -512,7 +515,7 @@ class MlpSection(ArrayModelSection):
         return len(self.hidden) + 1
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError if the model has fewer blocks than chunks, or if there are context groups or a domain."""
+        """Raise SettingError as in the base class, or if a domain is requested: the model has no space to cut."""
         super().check_layout(parallel, model)
         parallel.check_space(f"model.name = {shown(self.name)}", 0)
 
@@ -532,7 +535,7 @@ class FieldModelSection(ArrayModelSection):
     activation_checkpointing: bool = setting(False, flag, resume="free")
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError if the model has fewer blocks than chunks, or if there are tensor or context groups."""
+        """Raise SettingError as in the base class, or if ``tensor`` is more than 1, or the domain has other axes."""
         super().check_layout(parallel, model)
         if model is not None:
             parallel.check_space(f"model.name = {shown(self.name)}", unfrozen(model).axes)
