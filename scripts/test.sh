@@ -96,16 +96,17 @@ install_test() {
     "$1/bin/pip" install -q --no-compile -e '.[mpich,test]'
 }
 
-# mpi4py must come as a wheel: its source build takes 20 GB of memory. Hence no build isolation for h5py either, which
-# would build mpi4py. Without optimization h5py, a thin wrapper, compiles in a quarter of the time; no cache, so that
-# this build never serves anybody else.
+# h5py and mpi4py, and what the first is built with; all else is the test environment's. mpi4py must come as a wheel:
+# its source build takes 20 GB of memory. Hence no build isolation for h5py either, which would build mpi4py. Without
+# optimization h5py, a thin wrapper, compiles in a quarter of the time; no cache, so that this build never serves
+# anybody else.
 install_openmpi() {
     "$1/bin/pip" install -q --no-compile cython numpy pkgconfig 'setuptools>=77' wheel &&
         "$1/bin/pip" install -q --no-compile --only-binary=mpi4py 'mpi4py>=4.1' &&
         CC=mpicc.openmpi CFLAGS='-O0 -g0' HDF5_MPI=ON HDF5_INCLUDEDIR=/usr/include/hdf5/openmpi \
             HDF5_LIBDIR=$(hdf5_libraries) \
             "$1/bin/pip" install -q --no-compile --no-cache-dir --no-binary=h5py --no-build-isolation h5py &&
-        "$1/bin/pip" install -q --no-compile -e '.[test]'
+        link_test_environment "$1"
 }
 
 hdf5_libraries() {
@@ -130,22 +131,22 @@ install_cuda() {
 # PyTorch's CPU build (another version may come with gigabytes for GPUs), an implementation of SOAP for it, JAX and optax, over
 # what the test environment has.
 install_torch() {
-    "$1/bin/pip" install -q --no-compile torch==2.13.0 jax==0.10.2 optax &&
-        "$1/bin/pip" install -q --no-compile --no-deps pytorch-optimizer==4.1.0 &&
-        link_test_environment "$1"
+    link_test_environment "$1" && "$1/bin/pip" install -q --no-compile torch==2.13.0 jax==0.10.2 optax &&
+        "$1/bin/pip" install -q --no-compile --no-deps pytorch-optimizer==4.1.0
 }
 
 # What the extra "docs" asks for, over what the test environment has.
 install_site() {
-    "$1/bin/python" - >"$LOGS/docs-requirements" <<'LIST' &&
+    link_test_environment "$1" && "$1/bin/python" - >"$LOGS/docs-requirements" <<'LIST' &&
 import configparser
 setup = configparser.ConfigParser()
 setup.read("setup.cfg")
 print(setup["options.extras_require"]["docs"])
 LIST
-        "$1/bin/pip" install -q --no-compile -r "$LOGS/docs-requirements" && link_test_environment "$1"
+        "$1/bin/pip" install -q --no-compile -r "$LOGS/docs-requirements"
 }
 
+# What is installed there after this does not install numpy and its like a second time.
 link_test_environment() {
     "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'
 import pathlib, sys, sysconfig
@@ -450,8 +451,8 @@ part_exactness() {
     timeout -k 10 1200 "$PY" scripts/exactness.py --covering --steps 4 --mpiexec "$VENV/bin/mpiexec" "${second[@]}"
 }
 
-part_hybrid() {
-    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --covering --steps 2 --ranks 4,8 --threads 2,6 \
+part_hybrid() { # eight ranks are threads: eight processes on two cores take half as long again
+    timeout -k 10 1200 "$PY" scripts/exactness_hybrid.py --covering --steps 2 --ranks 4 --threads 2,6,8 \
         --mpiexec "$VENV/bin/mpiexec"
 }
 

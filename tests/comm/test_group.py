@@ -87,7 +87,7 @@ def test_reduce_scatter_keeps_this_ranks_block_of_the_sum_along_any_axis(group):
         assert block.flags.writeable
 
 
-@on_groups
+@on_groups(limit=20_000)
 def test_each_rank_gets_what_every_rank_has_for_it(group):
     n, rank = group.size, group.rank
     for dtype, most in product((np.float32, np.float64), (1, 3, 20_000)):

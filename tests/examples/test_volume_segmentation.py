@@ -52,7 +52,7 @@ def test_the_network_learns_shapes_and_says_so(program, capsys):
 
 def test_parameters_and_overlaps_have_the_same_bits_on_any_cut(program):
     options = ["--extent", "17", "--steps", "2"]
-    assert_same_on_cuts(program, options, ((4, "2 2 1"), (4, "1 1 2"), (3, "1 1 1")))
+    assert_same_on_cuts(program, options, ((4, "1 1 2"), (4, "2 2 1")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")

@@ -36,11 +36,12 @@ def test_ranks_have_the_bits_of_every_cpu(name: str, ranks: int, strategy: str) 
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", TRAININGS)
-def test_a_job_has_the_bits_of_every_cpu(world: Any, name: str) -> None:
-    strategy = ("zero1", "zero2", "zero3", "ddp")[list(TRAININGS).index(name) % 4]
-    with world.split(0) as comm:
-        parallel_assert(world, TRAININGS[name].run(comm, strategy) == EXPECTED[name], WHY)
+def test_a_job_has_the_bits_of_every_cpu(world: Any) -> None:
+    """Every other training: some on even numbers of ranks, some on odd ones. Threads have all of them."""
+    for number, name in list(enumerate(TRAININGS))[world.size % 2 :: 2]:
+        strategy = ("zero1", "zero2", "zero3", "ddp")[number // 2 % 4]
+        with world.split(0) as comm:
+            parallel_assert(world, TRAININGS[name].run(comm, strategy) == EXPECTED[name], f"{name}: {WHY}")
 
 
 @pytest.mark.slow

@@ -40,8 +40,8 @@ def test_the_two_references_are_the_same_function(programs: Any) -> None:
 
 
 def same_on_several(main: Any, options: list[str]) -> bool:
-    """Tell whether 1, 2 and 3 ranks find the same numbers."""
-    return len({found for n in (1, 2, 3) for found in run_in_threads(n, lambda comm: main(options, comm))}) == 1
+    """Tell whether one rank and three find the same numbers."""
+    return len({found for n in (1, 3) for found in run_in_threads(n, lambda comm: main(options, comm))}) == 1
 
 
 def test_the_network_learns_the_equation_and_has_the_same_bits_on_any_ranks(programs: Any, capsys: Any) -> None:

@@ -20,9 +20,7 @@ from tests.faults.jobs import ENVIRONMENT, launchers, run_job
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MIGRATION = sorted(EXAMPLES.with_name("docs").glob("from_*.md"))
-#: What needs no other framework runs in one job, one after the other.
-TOGETHER = ["bounds", "complex_filter", "lbfgs"]
-ALONE = sorted({path.stem for path in EXAMPLES.glob("*.py")}.difference(TOGETHER))
+RECIPES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 #: Programs with code that is compiled, and the compilers that they need.
 COMPILED = {"models/wave_in_c": "gcc", "models/particles_in_numba": "", "models/heat_in_fortran": "gfortran"}
 NEEDS = {"torch_module": "torch", "jax_function": "jax", "lbfgs": "scipy"}
@@ -38,7 +36,7 @@ for path in paths:
 
 
 def prepare(name, folder):
-    """Skip what needs something that is not installed; compile what must be compiled, as its first lines say.
+    """Skip where something is not installed; compile what must be compiled, as its first lines say.
 
     Programs that take no arguments make a tenth of their steps.
     """
@@ -88,9 +86,9 @@ def together(paths, arguments, folder, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [TOGETHER, *([name] for name in ALONE)], ids=lambda names: names[0])
-def test_a_recipe_leaves_the_same_bits_on_one_rank_and_on_three(names, tmp_path):
-    paths = [prepare(name, tmp_path) for name in names]
+def test_recipes_leave_the_same_bits_on_one_rank_and_on_three(tmp_path):
+    """In one job, one after the other: most of the time is that of importing PyTorch and JAX on each rank."""
+    paths = [prepare(name, tmp_path) for name in RECIPES]
     assert alone(paths, [], tmp_path) == together(paths, [], tmp_path, 3)
 
 
@@ -106,12 +104,14 @@ def test_compiled_programs_go_on_from_other_layouts_with_the_same_bits(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", MIGRATION, ids=lambda page: page.stem)
-def test_the_program_of_a_page_leaves_the_same_bits_on_one_rank_and_on_two(page, tmp_path):
-    pytest.importorskip("jax" if page.stem == "from_netket" else "torch")
-    program = tmp_path / "train.py"
-    (text,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    program.write_text(text, encoding="utf-8")
-    found = alone([str(program)], [], tmp_path)
+def test_programs_of_pages_leave_the_same_bits_on_one_rank_and_on_two(tmp_path):
+    pytest.importorskip("jax")
+    pytest.importorskip("torch")
+    paths = []
+    for page in MIGRATION:
+        (text,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        paths.append(str(tmp_path / f"{page.stem}.py"))
+        Path(paths[-1]).write_text(text, encoding="utf-8")
+    found = alone(paths, [], tmp_path)
     assert all(re.search(r", [0-9a-f]{64}$", line) for line in found)
-    assert together([str(program)], [], tmp_path, 2) == found
+    assert together(paths, [], tmp_path, 2) == found

@@ -13,13 +13,14 @@ import pytest
 
 from tests.faults.jobs import ENVIRONMENT, launchers
 
+STEPS = 12  # after the warmup of ten
+
 
 def follow_readme(folder, launch=True):
     """Run the commands of the first block of shell, and return the lines of JSON that trainings have printed.
 
-    Without ``launch`` those of mpiexec are left out.
-
-    ``mpiexec`` and ``python`` are those of this environment.
+    Without ``launch`` those of mpiexec are left out. Trainings end after ``STEPS``. ``mpiexec`` and ``python`` are
+    those of this environment.
     """
     if not launchers():
         pytest.skip("no mpiexec")
@@ -30,6 +31,7 @@ def follow_readme(folder, launch=True):
         words = [{"mpiexec": mpiexec, "python": python}.get(word, word) for word in shlex.split(line, comments=True)]
         if words[0] == mpiexec and not launch:
             continue
+        words += ["--set", f"train.steps={STEPS}"] if "train" in words else []
         done = subprocess.run(
             words, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
         )

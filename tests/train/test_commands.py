@@ -63,7 +63,7 @@ def test_doctor_names_a_cache_of_kernels_that_others_can_write(mpizero, monkeypa
 
 
 @pytest.mark.slow
-def test_bench_memory_counts_what_the_formulas_say(on_threads):
+def test_bench_memory_counts_what_the_formulas_say(on_threads, without_collections):
     outcome = on_threads(2, "bench", "memory", "--parameters", "5e4", "--steps", "1", "--memory", "private", "--json")
     assert outcome.status == 0, outcome.err
     rows = {row["strategy"]: row for row in json.loads(outcome.out)["rows"]}

@@ -49,7 +49,7 @@ CASES = {
     "loss scale": Case(lambda: gpt(**F64), batches=LENGTHS, loss_scale=mz.DynamicLossScale(initial=2.0**10)),
     "half frozen": Case(lambda: Blocks(gpt(**F64), {"embedding": Frozen, "blocks.0": Frozen}), batches=LENGTHS),
     "one grain": Case(lambda: gpt(**F64), batches=texts(2, 2)),
-    "float32": Case(lambda: gpt(layers=2, heads=4), lambda: mz.AdamW(lr=1e-3), texts(4, 8), config={"clip": 0.5}),
+    "float32": Case(lambda: gpt(layers=2, heads=4), lambda: mz.AdamW(lr=1e-3), texts(2, 5), config={"clip": 0.5}),
     "heads of one number": Case(lambda: gpt(heads=12, layers=1, dtype="float64"), batches=texts(2, 6)),
     "long sequences": Case(lambda: gpt(**{**F64, "sequence": 83}), batches=texts(2, 4, length=83)),
     "MLP": Case(lambda: mlp(dtype="float64"), batches=points(3, 13)),
