@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from mpizero.nn.models import model_operations as model_operations
     from mpizero.nn.models import model_specs as model_specs
     from mpizero.nn.models import to_torch as to_torch
+    from mpizero.nn.rollout import Repeat as Repeat
+    from mpizero.nn.rollout import Rollout as Rollout
     from mpizero.nn.spectral import FNO as FNO
     from mpizero.nn.spectral import SpectralConv as SpectralConv
     from mpizero.nn.tensor_parallel import ColumnLinear as ColumnLinear

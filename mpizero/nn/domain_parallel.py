@@ -31,6 +31,7 @@ from mpizero.nn.fields import (
 from mpizero.nn.layer import Layer, SamplePart
 from mpizero.nn.layers import Activation, Checkpointed, Dropout, Frozen, PartlyFrozen, Sequential
 from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss
+from mpizero.nn.rollout import Repeat
 from mpizero.nn.space import Domain, DomainGroup, Space
 from mpizero.nn.spectral import FNOBlock, FNOLift, SpectralConv
 from mpizero.nn.unet import UNetDown, UNetMiddle, UNetUp
@@ -155,7 +156,7 @@ _FORMS: Mapping[type[Layer], Callable[..., Layer]] = {
     UNetUp: DomainUNetUp,
     Upsample: DomainUpsample,
 }
-_WRAPPERS = (Checkpointed, Frozen, PartlyFrozen, UNetMiddle)
+_WRAPPERS = (Checkpointed, Frozen, PartlyFrozen, Repeat, UNetMiddle)
 _COMPOSITES = (FNOBlock, Residual, UNetDown)
 
 

@@ -366,6 +366,11 @@ class FNOLift(Wrapper, FieldLayer):
             x = np.concatenate(fields, axis=-1)
         return self.layer.forward(params, x, run)
 
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of the field, without that of the coordinates, and what the weights' half needs."""
+        dx, pending = self.layer.backward_input(params, cache, dy)
+        return dx if dx is None or not self.coordinates else dx[..., : 2 - dx.ndim], pending
+
     def _wide(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``shape`` with the channels of the coordinates."""
         return (*shape[:-1], shape[-1] + self.coordinates * (len(shape) - 1))
