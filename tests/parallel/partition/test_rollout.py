@@ -13,10 +13,26 @@ from mpizero import nn
 from mpizero.testing import parallel_assert, run_in_threads
 
 SPACE, STEPS = (13, 10), 3
+
+
+def diffusion(u: Any, xx: Any, yy: Any) -> Any:
+    """Return the residual of two states, one after the other."""
+    return u[..., 2:] - u[..., :-2] - 0.1 * (xx + yy)[..., :-2] * u[..., 2:]
+
+
+EQUATION = nn.SumLoss(
+    [
+        nn.MeanSquaredError(),
+        nn.SpectralLoss(3, [0.0, 1.0, 2.0, 3.0]),
+        nn.ResidualLoss(diffusion, ("u", "xx", "yy"), spacing=0.5, periodic=(True, False)),
+    ],
+    [1.0, 0.5, 0.1],
+)
 MODELS = {
     "fno": nn.FNO(3, 2, modes=4, width=6, layers=2, space=SPACE, loss="relative_l2"),
     "unet": nn.UNet(2, 2, width=4, levels=2, groups=2, dropout=0.2, refine="linear", space=SPACE),
     "checkpointed": nn.FNO(2, 2, modes=4, width=6, layers=2, space=SPACE, activation_checkpointing=True),
+    "equation": nn.FNO(2, 2, modes=4, width=6, layers=1, space=SPACE, loss=EQUATION),
     "mlp": nn.MLP(3, [8], 2, task="regression"),
 }
 
@@ -52,7 +68,7 @@ def require_the_same(parts: list[tuple[Any, ...]], expected: tuple[Any, ...]) ->
 @pytest.mark.parametrize(
     ("cut", "strategy"), [((2, 1), "zero2"), ((1, 2), "zero3"), ((1, 3), "zero1"), ((2, 2), "ddp"), ((4, 1), "zero3")]
 )
-@pytest.mark.parametrize("name", ["fno", "unet", "checkpointed"])
+@pytest.mark.parametrize("name", ["fno", "unet", "checkpointed", "equation"])
 def test_on_every_cut_a_rollout_has_the_bits_of_one_process(name, cut, strategy):
     ranks = int(np.prod(cut))
     require_the_same(run_in_threads(ranks, lambda comm: trained(comm, name, cut, strategy)), alone(name))
@@ -67,11 +83,12 @@ def test_on_data_ranks_a_rollout_has_the_bits_of_one_process(name, ranks, strate
 @pytest.mark.mpi
 def test_in_a_job_a_rollout_has_the_bits_of_one_process(world):
     cut = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2), 8: (4, 2)}[world.size]
-    expected = world.broadcast_object(trained("self", "fno", strategy="ddp")[:3] if world.rank == 0 else None)
-    with world.split(0) as comm:
-        parallel_assert(world, trained(comm, "fno", cut, "zero3")[:3] == expected, "shared memory")
-        private = trained(comm, "fno", cut, "zero1", share_node_memory=False)
-        parallel_assert(world, private[:3] == expected, "private memory")
+    for name in ("fno", "equation"):
+        expected = world.broadcast_object(trained("self", name, strategy="ddp")[:3] if world.rank == 0 else None)
+        with world.split(0) as comm:
+            parallel_assert(world, trained(comm, name, cut, "zero3")[:3] == expected, "shared memory")
+            private = trained(comm, name, cut, "zero1", share_node_memory=False)
+            parallel_assert(world, private[:3] == expected, "private memory")
 
 
 def test_a_checkpoint_of_one_step_goes_on_as_a_rollout(tmp_path):
