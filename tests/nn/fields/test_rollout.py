@@ -36,10 +36,10 @@ def rolled(model: Any, steps: int = STEPS, **settings: Any) -> Any:
     return nn.Rollout(model, steps, **settings).blocks[""]
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("last", "residual"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("name", LAYERS)
-def test_gradients_are_those_of_finite_differences(name, last, rng):
-    layer, shape = repeated(name, 3, last=last)
+def test_gradients_are_those_of_finite_differences(name, last, residual, rng):
+    layer, shape = repeated(name, 3, last=last, residual=residual)
     x = 0.5 * rng.normal(size=(2, *shape))
     require_contract(layer, x)
     flat = {spec.name: rng.normal(0, 0.4, spec.shape) for spec in layer.specs()}
@@ -61,6 +61,7 @@ def unrolled(layer: nn.Repeat, params: Any, x: Any, dy: Any) -> tuple[Any, Any, 
     step, states, caches, inputs = layer.layer, [], [], x
     for _ in range(layer.steps):
         y, cache = step.forward(params, inputs)
+        y = inputs[..., : y.shape[-1]] + y if layer.residual else y
         states.append(y)
         caches.append(cache)
         inputs = np.concatenate([y, x[..., y.shape[-1] :]], axis=-1)
@@ -68,16 +69,18 @@ def unrolled(layer: nn.Repeat, params: Any, x: Any, dy: Any) -> tuple[Any, Any, 
     parts = np.split(dy, layer.steps, axis=-1)
     for number in reversed(range(layer.steps)):
         flat, grads = gradient_slots(step)
-        above = step.backward(params, caches[number], parts[number] + dx[..., :channels], grads)
+        d = parts[number] + dx[..., :channels]
+        above = step.backward(params, caches[number], d, grads)
+        above[..., :channels] += d if layer.residual else 0
         dx = np.concatenate([above[..., :channels], dx[..., channels:] + above[..., channels:]], axis=-1)
         total = {name: total.get(name, 0) + value for name, value in flat.items()}
     return np.concatenate(states, axis=-1), dx, total
 
 
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(("keep", "residual"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_rollout_has_the_bits_of_its_steps_one_after_the_other(name, keep, rng):
-    layer, shape = repeated(name, activation_checkpointing=not keep)
+def test_a_rollout_has_the_bits_of_its_steps_one_after_the_other(name, keep, residual, rng):
+    layer, shape = repeated(name, activation_checkpointing=not keep, residual=residual)
     _, params = random_parameters(layer, rng)
     x = 0.3 * rng.normal(size=(2, *shape))
     y, cache = layer.forward(params, x)
@@ -88,7 +91,7 @@ def test_a_rollout_has_the_bits_of_its_steps_one_after_the_other(name, keep, rng
     np.testing.assert_array_equal(dx, expected_dx)
     for parameter, value in flat.items():
         np.testing.assert_array_equal(value, expected[parameter], parameter)
-    only, (last, grads) = repeated(name, last=True)[0], gradient_slots(layer)
+    only, (last, grads) = repeated(name, last=True, residual=residual)[0], gradient_slots(layer)
     end, cache = only.forward(params, x)
     np.testing.assert_array_equal(end, np.split(y, STEPS, axis=-1)[-1])
     dy = np.concatenate([np.zeros((*y.shape[:-1], y.shape[-1] - end.shape[-1])), dy[..., -end.shape[-1] :]], axis=-1)
