@@ -45,6 +45,8 @@ class Repeat(Wrapper):
         How often, at least once.
     last : bool
         Whether only the last state is returned.
+    residual : bool
+        Whether the layer returns the change of the state in a step, and not the state itself.
     activation_checkpointing : bool
         Whether the backward pass computes the activations of each step again; else all steps keep theirs.
 
@@ -71,13 +73,14 @@ class Repeat(Wrapper):
 
     steps: int
     last: bool = False
+    residual: bool = False
     activation_checkpointing: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require("Repeat: steps", self.steps, whole(1))
-        require("Repeat: last", self.last, flag)
-        require("Repeat: activation_checkpointing", self.activation_checkpointing, flag)
+        for name in ("last", "residual", "activation_checkpointing"):
+            require(f"Repeat: {name}", getattr(self, name), flag)
         odd = [spec.name for spec in self.layer.specs() if spec.averaged]
         odd += [spec.name for spec in layer_integers(self.layer)]
         if odd:
@@ -94,6 +97,9 @@ class Repeat(Wrapper):
                 poll(params)
                 inputs.append(self._next_input(states[-1], x))
             state, cache = self.layer.forward(params, inputs[-1], run)
+            if self.residual:
+                _require_state(state, x)
+                state = inputs[-1][..., : state.shape[-1]].astype(state.dtype) + state
             states.append(state)
             caches.append(None if self.activation_checkpointing else cache)
             del cache  # before the next step has its own
@@ -102,11 +108,7 @@ class Repeat(Wrapper):
 
     def _next_input(self, state: Array, x: Array) -> Array:
         """Return a state with those channels of ``x`` that are the same in every step."""
-        if state.shape[:-1] != x.shape[:-1] or state.shape[-1] > x.shape[-1]:
-            raise DataError(
-                f"Repeat: the output has shape {state.shape}, which is no input of the next step, of shape {x.shape}; "
-                "repeat a layer that returns the first channels of its input, at all positions"
-            )
+        _require_state(state, x)
         rest = x[..., state.shape[-1] :]
         xp = namespace(state)
         return xp.concatenate([state, rest.astype(state.dtype)], axis=-1) if rest.shape[-1] else state
@@ -133,6 +135,8 @@ class Repeat(Wrapper):
             grads = completed(params, {}, names)
             dx = self.layer.backward(params, inner, namespace(dy).ascontiguousarray(d), grads)
             del inner
+            if self.residual and dx is not None:
+                dx = namespace(dx).concatenate([dx[..., :channels] + d, dx[..., channels:]], axis=-1)
             for name, gradient in flat_names(grads):
                 total[name] = total[name] + gradient if name in total else gradient
         if dx is not None and rest is not None and rest.shape[-1]:
@@ -180,6 +184,8 @@ class Rollout:
         How often it is applied.
     last : bool
         Whether output and targets are the last state alone.
+    residual : bool
+        Whether the model returns the change of the state in a step: the next state is the sum of both.
     loss : Loss or None
         A loss of all states; None is the model's.
     activation_checkpointing : bool
@@ -210,6 +216,7 @@ class Rollout:
     model: Any
     steps: int
     last: bool = False
+    residual: bool = False
     loss: Any = None
     activation_checkpointing: bool = True
 
@@ -229,7 +236,7 @@ class Rollout:
     def blocks(self) -> dict[str, Layer]:
         """The one block, whose name is empty so that parameters keep their names."""
         layer = _with_input_gradient(_joined_blocks(self.model.blocks))
-        return {"": Repeat(layer, self.steps, self.last, self.activation_checkpointing)}
+        return {"": Repeat(layer, self.steps, self.last, self.residual, self.activation_checkpointing)}
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -250,6 +257,15 @@ class Rollout:
     def export_computation_graph(self) -> dict[str, Any]:
         """Describe the model as a dict of JSON values; see :func:`mpizero.nn.export_computation_graph`."""
         return export_computation_graph(self, self.sample_shape)
+
+
+def _require_state(state: Array, x: Array) -> None:
+    """Raise :class:`DataError` if ``state`` is not the first channels of an input like ``x``."""
+    if state.shape[:-1] != x.shape[:-1] or state.shape[-1] > x.shape[-1]:
+        raise DataError(
+            f"Repeat: the output has shape {state.shape}, which is no input of the next step, of shape {x.shape}; "
+            "repeat a layer that returns the first channels of its input, at all positions"
+        )
 
 
 def _joined_blocks(blocks: Mapping[str, Any]) -> Sequential:
