@@ -1,6 +1,6 @@
 """Compute the loops of Fourier layers on the CPU: truncated transforms of fields, as products of matrices.
 
-The basis of an axis is a matrix of cosines and sines at its positions (:func:`turns` makes their values). A transform
+The basis of an axis is a matrix of cosines and sines at its positions (:func:`axis_basis`). A transform
 applies the bases of three axes one after the other.
 
 - :func:`analyse` sums the products of a field and the basis functions over each spatial tile, and adds the sums of
@@ -51,6 +51,21 @@ def turns(period: int) -> tuple[Array, Array]:
 def _turns(cosines: Array, sines: Array) -> None:
     for part in range(cosines.size):
         cosines[part], sines[part] = cos_sin_turn(np.float64(part) / np.float64(cosines.size), np.float64)
+
+
+@functools.lru_cache(maxsize=1024)
+def axis_basis(period: int, modes: int, first: int, stop: int, last: bool, dtype: np.dtype[Any]) -> Array:
+    """Return cosines and sines of the frequencies 0 to ``modes // 2`` at positions of an axis: (functions, positions).
+
+    All cosines come first; on the last axis of space each cosine is followed by the sine of its frequency. That of
+    frequency 0 is left out.
+    """
+    cosines, sines = turns(period)
+    parts = np.outer(np.arange(modes // 2 + 1), np.arange(first, stop)) % period
+    pairs = np.stack([cosines[parts], sines[parts]], axis=int(last)).reshape(2 * len(parts), stop - first)
+    functions = np.delete(pairs, 1 if last else modes // 2 + 1, axis=0).astype(dtype)
+    functions.setflags(write=False)
+    return functions
 
 
 def analyse(x: Array, bases: Bases, boxes: Array) -> Array:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpizero.nn.convolution import ConvTranspose as ConvTranspose
     from mpizero.nn.field_losses import FieldLoss as FieldLoss
     from mpizero.nn.field_losses import H1Loss as H1Loss
+    from mpizero.nn.field_losses import SumLoss as SumLoss
     from mpizero.nn.fields import AvgPool as AvgPool
     from mpizero.nn.fields import ChannelLayerNorm as ChannelLayerNorm
     from mpizero.nn.fields import Concatenate as Concatenate
@@ -63,6 +64,10 @@ if TYPE_CHECKING:
     from mpizero.nn.models import model_operations as model_operations
     from mpizero.nn.models import model_specs as model_specs
     from mpizero.nn.models import to_torch as to_torch
+    from mpizero.nn.rollout import Repeat as Repeat
+    from mpizero.nn.rollout import Rollout as Rollout
+    from mpizero.nn.space_losses import ResidualLoss as ResidualLoss
+    from mpizero.nn.space_losses import SpectralLoss as SpectralLoss
     from mpizero.nn.spectral import FNO as FNO
     from mpizero.nn.spectral import SpectralConv as SpectralConv
     from mpizero.nn.tensor_parallel import ColumnLinear as ColumnLinear

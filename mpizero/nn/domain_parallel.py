@@ -18,7 +18,7 @@ import numpy as np
 from mpizero.errors import ConfigError
 from mpizero.layout.fields import Cut
 from mpizero.nn.convolution import Conv, ConvTranspose
-from mpizero.nn.field_losses import FieldLoss
+from mpizero.nn.field_losses import IN_SPACE, FieldLoss
 from mpizero.nn.fields import (
     AvgPool,
     ChannelLayerNorm,
@@ -31,7 +31,7 @@ from mpizero.nn.fields import (
 )
 from mpizero.nn.layer import Layer, SamplePart
 from mpizero.nn.layers import Activation, Checkpointed, Dropout, Frozen, PartlyFrozen, Sequential
-from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss
+from mpizero.nn.rollout import Repeat
 from mpizero.nn.space import Domain, DomainGroup, Space
 from mpizero.nn.spectral import FNOBlock, FNOLift, SpectralConv
 from mpizero.nn.unet import UNetDown, UNetMiddle, UNetUp
@@ -156,7 +156,7 @@ _FORMS: Mapping[type[Layer], Callable[..., Layer]] = {
     UNetUp: DomainUNetUp,
     Upsample: DomainUpsample,
 }
-_WRAPPERS = (Checkpointed, Frozen, PartlyFrozen, UNetMiddle)
+_WRAPPERS = (Checkpointed, Frozen, PartlyFrozen, Repeat, UNetMiddle)
 _COMPOSITES = (FNOBlock, Residual, UNetDown)
 
 
@@ -255,7 +255,7 @@ def loss_on_domain(loss: Any, domain: Domain, model: str) -> Loss:
             f"{model}: the loss {kind} sums over whole samples, and a domain cuts these; "
             + (
                 f"wrap it, loss=mpizero.nn.FieldLoss({kind}(...))"
-                if isinstance(loss, ElementLoss | CrossEntropy | RelativeL2Loss)
+                if isinstance(loss, IN_SPACE)
                 else "use one that adds up over positions, such as mpizero.nn.FieldLoss(mpizero.nn.MeanSquaredError())"
             )
         )

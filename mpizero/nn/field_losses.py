@@ -22,6 +22,7 @@ from mpizero.layout.fields import tree_sum
 from mpizero.nn.fields import on_each, require_field
 from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, times
 from mpizero.nn.space import WHOLE, Space
+from mpizero.nn.space_losses import SpaceLoss
 from mpizero.types import Array, Loss
 
 
@@ -90,6 +91,60 @@ class H1Loss(RelativeL2Loss):
 
 @explains
 @dataclass(frozen=True)
+class SumLoss(SpaceLoss):
+    """Add losses of fields, each with a factor, inside a :class:`FieldLoss`.
+
+    The mean loss is ``sum(factor * mean)``. So losses should weigh samples alike: where masks or weights give a
+    micro-batch another part of a loss's weight than of the first one's, its mean there counts as much as the first one.
+
+    Parameters
+    ----------
+    losses : sequence of Loss
+        What a :class:`FieldLoss` takes: a :class:`RelativeL2Loss` of the data and a :class:`ResidualLoss`, for example.
+    factors : sequence of float
+        The factors.
+
+    Raises
+    ------
+    ConfigError
+        If a loss does not add up over positions, or there are not as many factors.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> both = mz.nn.SumLoss([mz.nn.MeanSquaredError(), mz.nn.L1Loss()], [1.0, 0.5])
+    >>> total, weight, _ = mz.nn.FieldLoss(both).forward(np.full((1, 4, 1), 3.0), np.zeros((1, 4, 1)))
+    >>> total / weight  # 9 + 0.5 * 3
+    10.5
+    """
+
+    losses: tuple[Any, ...]
+    factors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "losses", tuple(self.losses))
+        factors = tuple(require("SumLoss: factors", float(one), number()) for one in self.factors)
+        object.__setattr__(self, "factors", factors)
+        odd = [type(one).__name__ for one in self.losses if not isinstance(one, IN_SPACE) or isinstance(one, SumLoss)]
+        if odd or not self.losses or len(self.losses) != len(factors):
+            raise ConfigError(
+                f"SumLoss: {odd[0]} is no loss that it can add; give losses that a FieldLoss takes"
+                if odd
+                else f"SumLoss: {len(self.losses)} losses have {len(factors)} factors; give each loss a factor"
+            )
+
+    def on_space(self, *given: Any) -> Any:
+        """Raise :class:`NotImplementedError`: a :class:`FieldLoss` computes the losses one by one."""
+        raise NotImplementedError
+
+
+#: Losses that a :class:`FieldLoss` computes by spatial tiles.
+IN_SPACE = (ElementLoss, CrossEntropy, RelativeL2Loss, SpaceLoss)
+
+
+@explains
+@dataclass(frozen=True)
 class FieldLoss:
     """Compute a loss of fields as a sum over spatial tiles, so that its bits do not depend on how space is cut.
 
@@ -101,9 +156,9 @@ class FieldLoss:
 
     Parameters
     ----------
-    loss : ElementLoss, CrossEntropy or RelativeL2Loss
+    loss : ElementLoss, CrossEntropy, RelativeL2Loss or SpaceLoss
         A loss that averages over the elements of a sample, adds up over its positions, or is relative to the norm of a
-        sample, such as :class:`H1Loss`.
+        sample, such as :class:`H1Loss`; or :class:`SpectralLoss`, :class:`ResidualLoss` or :class:`SumLoss`.
     weights : sequence of float or None
         Weights of the positions along the first axis of space, such as cosines of latitudes, which are divided by their
         mean. None weighs all alike.
@@ -131,7 +186,7 @@ class FieldLoss:
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss, ElementLoss | CrossEntropy | RelativeL2Loss):
+        if not isinstance(self.loss, IN_SPACE):
             raise ConfigError(
                 f"FieldLoss: the loss {type(self.loss).__name__} does not add up over positions; use a loss that "
                 "averages over elements, such as MeanSquaredError, or RelativeL2Loss or CrossEntropy"
@@ -161,21 +216,45 @@ class FieldLoss:
         extents = self._space.extents(prediction, self)
         map_leaves(partial(_require_positions, prediction.shape[1:-1]), target)
         along = self._along(extents)
-        if isinstance(self.loss, RelativeL2Loss):
-            return self._relative(self.loss, prediction, target, along, extents)
+        total, weight, cache = self._whole(self.loss, prediction, target, along, extents)
+        first = float(self._space.rank == 0)
+        return total * first, weight * first, (prediction, cache)
+
+    def _whole(
+        self, loss: Any, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
+    ) -> tuple[float, float, Any]:
+        """Return loss sum and weight of the whole field, and the cache for :meth:`_gradient`. Collective."""
+        if isinstance(loss, SumLoss):
+            return self._sum(loss, prediction, target, along, extents)
+        if isinstance(loss, RelativeL2Loss):
+            return self._relative(loss, prediction, target, along, extents)
+        if isinstance(loss, SpaceLoss):
+            total, weight, *gradient = loss.on_space(self._space, prediction, target, along, extents)
+            return total, weight, gradient
         if along is not None:
             target = _weighted(target, along, prediction)
         caches, sums = [], []
         for place, count in self._tiles(extents):
-            loss, weight, cache = 0.0, 0.0, None
+            loss_sum, weight, cache = 0.0, 0.0, None
             if count:
                 part = map_leaves(partial(_of_tile, place), target)
-                loss, weight, cache = self.loss.forward(np.ascontiguousarray(prediction[place]), part)
-            factor = count if isinstance(self.loss, ElementLoss) else 1
-            sums.append((loss * factor, weight * factor))
+                loss_sum, weight, cache = loss.forward(np.ascontiguousarray(prediction[place]), part)
+            factor = count if isinstance(loss, ElementLoss) else 1
+            sums.append((loss_sum * factor, weight * factor))
             caches.append((place, factor, cache))
-        total = self._added(np.array(sums)) * float(self._space.rank == 0)
-        return float(total[0]), float(total[1]), (prediction, caches)
+        total, weight = self._added(np.array(sums))
+        return float(total), float(weight), caches
+
+    def _sum(self, loss: SumLoss, *given: Any) -> tuple[float, float, Any]:
+        """Add losses, in units of the first one's weight."""
+        total, first, parts = 0.0, 0.0, list[Any]()
+        for one, factor in zip(loss.losses, loss.factors, strict=True):
+            part, weight, cache = self._whole(one, *given)
+            first = first if parts else weight
+            share = factor * first / weight if weight else 0.0
+            total += share * part
+            parts.append((one, share, cache))
+        return total, first, parts
 
     def _along(self, extents: tuple[int, ...]) -> Array | None:
         """Return the weights of this rank's positions along the first axis of space; None if all are alike."""
@@ -224,8 +303,7 @@ class FieldLoss:
         squares, norms, counts = self._added(np.array(sums))
         weights = (1.0 if of_samples is None else of_samples) * (counts != 0)
         total, weight, factors = loss.totals(squares, norms, weights)
-        first = float(self._space.rank == 0)
-        return total * first, weight * first, (gradient, factors)
+        return total, weight, (gradient, factors)
 
     def _slopes(self, loss: H1Loss, x: Array, extents: tuple[int, ...]) -> list[tuple[Array, Array, Array]]:
         """Return, for each axis, the slopes of errors, those of targets, and the axis's part of the gradient.
@@ -253,13 +331,20 @@ class FieldLoss:
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum, at this rank's positions. Not collective."""
-        prediction, caches = cache
-        if isinstance(self.loss, RelativeL2Loss):
-            return times(prediction, caches * scale)
+        prediction, inner = cache
+        return self._gradient(self.loss, prediction, inner, scale)
+
+    def _gradient(self, loss: Any, prediction: Array, cache: Any, scale: float) -> Array:
+        if isinstance(loss, SumLoss):
+            parts = [self._gradient(one, prediction, inner, scale * factor) for one, factor, inner in cache]
+            return np.asarray(sum(parts[1:], parts[0]))
+        if isinstance(loss, RelativeL2Loss | SpaceLoss):
+            values, factors = cache
+            return times(values, factors * scale)
         gradient: Array = np.empty_like(prediction)
-        for place, factor, inner in caches:
+        for place, factor, inner in cache:
             if inner is not None:
-                gradient[place] = self.loss.backward(inner, scale * factor)
+                gradient[place] = loss.backward(inner, scale * factor)
         return gradient
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:

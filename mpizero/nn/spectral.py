@@ -6,9 +6,10 @@ field: each spatial tile has a partial sum of each mode, added by the binary tre
 each position of the result is one sum over the modes. Where space is cut, each rank gets the sums of some frequencies
 of the last axis, multiplies these modes, and all ranks gather the products.
 
-Inside, sums over space have the real basis functions of each axis (:func:`_basis`), cosines and sines, and modes are
-arrays (2, samples, modes of three axes, channels) of real and imaginary parts. Axes that a field does not have come
-first, with one mode. :func:`_to_modes` and :func:`_to_sums` are adjoints of each other.
+Inside, sums over space have the real basis functions of each axis, cosines and sines
+(:func:`~mpizero.kernels.spectral.axis_basis`), and modes are arrays (2, samples, modes of three axes, channels) of real
+and imaginary parts. Axes that a field does not have come first, with one mode. :func:`_to_modes` and :func:`_to_sums`
+are adjoints of each other.
 
 :class:`FNO` is the Fourier neural operator of Li et al., 2021.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod, sqrt
 from typing import Any
 
@@ -26,7 +27,7 @@ import numpy as np
 from mpizero._util.checks import is_whole
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels.spectral import Bases, analyse, mode_products, synthesize, turns
+from mpizero.kernels.spectral import Bases, analyse, axis_basis, mode_products, synthesize
 from mpizero.layout.fields import TILES
 from mpizero.nn.arrays import require_numbers
 from mpizero.nn.convolution import Conv
@@ -36,21 +37,6 @@ from mpizero.nn.layers import Activation, Checkpointed, Sequential, named_activa
 from mpizero.nn.space import FieldLayer
 from mpizero.nn.unet import FieldModel
 from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
-
-
-@lru_cache(maxsize=1024)
-def _basis(period: int, modes: int, first: int, stop: int, last: bool, dtype: np.dtype[Any]) -> Array:
-    """Return cosines and sines of the frequencies 0 to ``modes // 2`` at positions ``first`` to ``stop`` of an axis.
-
-    The result is (functions, positions): all cosines, then all sines; on the last axis of space each cosine is followed
-    by the sine of its frequency. The sine of frequency 0 is left out.
-    """
-    cosines, sines = turns(period)
-    parts = np.outer(np.arange(modes // 2 + 1), np.arange(first, stop)) % period
-    pairs = np.stack([cosines[parts], sines[parts]], axis=int(last)).reshape(2 * len(parts), stop - first)
-    basis = np.delete(pairs, 1 if last else modes // 2 + 1, axis=0).astype(dtype)
-    basis.setflags(write=False)
-    return basis
 
 
 def _last_to_modes(sums: Array) -> Array:
@@ -231,7 +217,7 @@ class SpectralConv(FieldLayer):
         rows = zip(self.periods(extents), self.modes, self._space.box(extents), strict=True)
         last = len(self.modes) - 1
         found = [
-            _basis(period, modes, part.start, part.stop, axis == last, dtype)
+            axis_basis(period, modes, part.start, part.stop, axis == last, dtype)
             for axis, (period, modes, part) in enumerate(rows)
         ]
         missing = [np.ones((1, 1), dtype)] * (2 - last)
@@ -372,6 +358,11 @@ class FNOLift(Wrapper, FieldLayer):
                 fields.append(np.broadcast_to(along, (*x.shape[:-1], 1)))
             x = np.concatenate(fields, axis=-1)
         return self.layer.forward(params, x, run)
+
+    def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
+        """Return the gradient of the field, without that of the coordinates, and what the weights' half needs."""
+        dx, pending = self.layer.backward_input(params, cache, dy)
+        return dx if dx is None or not self.coordinates else dx[..., : 2 - dx.ndim], pending
 
     def _wide(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``shape`` with the channels of the coordinates."""

@@ -19,11 +19,11 @@ from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
 from mpizero.nn.arrays import require_numbers
 from mpizero.nn.convolution import Conv, ConvTranspose
-from mpizero.nn.field_losses import FieldLoss
+from mpizero.nn.field_losses import IN_SPACE, FieldLoss
 from mpizero.nn.fields import GroupNorm, Upsample
 from mpizero.nn.layer import Composite, Graph, Layer, Operations, Wrapper, require_positive, require_rate
 from mpizero.nn.layers import Checkpointed, Dropout, Sequential, named_activation
-from mpizero.nn.losses import TASKS, CrossEntropy, ElementLoss, RelativeL2Loss, loss_for
+from mpizero.nn.losses import TASKS, loss_for
 from mpizero.nn.models import export_computation_graph, model_dtype
 from mpizero.nn.space import FieldLayer
 from mpizero.types import EVALUATE, Params, Run
@@ -214,8 +214,7 @@ class FieldModel:
         if self.task not in TASKS:
             raise ConfigError(f'{where}: task={self.task!r} is not one of "classification", "regression"')
         loss = loss_for(where, self.task, self.loss)
-        in_space = isinstance(loss, ElementLoss | CrossEntropy | RelativeL2Loss)
-        object.__setattr__(self, "loss", FieldLoss(loss) if in_space else loss)
+        object.__setattr__(self, "loss", FieldLoss(loss) if isinstance(loss, IN_SPACE) else loss)
         require(f"{where}: seed", self.seed, seed)
         object.__setattr__(self, "dtype", model_dtype(where, self.dtype))
         if self.space is not None:

@@ -17,6 +17,19 @@ from mpizero.nn.space import Domain
 from mpizero.testing import run_in_threads
 
 SPACES = {1: (9,), 2: (7, 5), 3: (3, 5, 4)}
+HIGHEST = {1: (4,), 2: (2, 2), 3: (1, 2, 1)}
+
+
+def equation(u: Any, x: Any, last: Any, xx: Any, forcing: Any) -> Any:
+    """Return a residual of two channels from four."""
+    first = u[..., :2] * x[..., 2:] - 0.3 * xx[..., :2] + np.exp(0.1 * last[..., 1:3]) ** 2
+    return np.sqrt(1 + u[..., 1:2] * u[..., 1:2]) / 2 - first * forcing[..., :1] + np.sin(last[..., :2])
+
+
+def residual(axes: int, **settings: Any) -> nn.ResidualLoss:
+    return nn.ResidualLoss(equation, ("u", "x", {1: "x", 2: "xy", 3: "yz"}[axes], "xx", "target"), **settings)
+
+
 LOSSES = {
     "relative": lambda axes: nn.RelativeL2Loss(),
     "h1": lambda axes: nn.H1Loss(),
@@ -24,6 +37,10 @@ LOSSES = {
     "squared": lambda axes: nn.MeanSquaredError(),
     "gaussian": lambda axes: nn.GaussianNLLLoss(),
     "classes": lambda axes: nn.CrossEntropy(),
+    "spectral": lambda axes: nn.SpectralLoss(HIGHEST[axes], [1.0, 0.5, 3.0, 0.1]),
+    "residual": lambda axes: residual(axes),
+    "residual periodic": lambda axes: residual(axes, spacing=(0.5, 1.0, 2.0)[:axes], periodic=True),
+    "sum": lambda axes: nn.SumLoss([nn.MeanSquaredError(), residual(axes)], [1.0, 0.3]),
 }
 CASES = [(name, axes) for name in LOSSES for axes in SPACES]
 
@@ -35,21 +52,27 @@ def fields(name: str, axes: int, rng: Any, dtype: str = "f8") -> tuple[Any, Any]
     if name == "classes":
         return prediction, {"target": rng.integers(-1, 4, shape), "mask": mask, "weight": np.array([1.0, 0.0, 2.5])}
     target = rng.normal(size=(*shape, 2 if name == "gaussian" else 4)).astype(dtype)
+    if name == "spectral":
+        return prediction, {"target": target, "weight": np.array([1.0, 0.0, 2.5])}
+    if name.startswith(("residual", "sum")):
+        return prediction, {"target": target, "mask": mask}
     if name != "gaussian":
         target[~mask] = np.nan
     return prediction, {"target": target, "mask": mask, "weight": np.array([1.0, 0.0, 2.5])}
 
 
-def latitudes(axes: int) -> tuple[float, ...]:
+def latitudes(axes: int, name: str = "") -> tuple[float, ...] | None:
+    if name == "spectral":  # modes have no latitude
+        return None
     n = SPACES[axes][0]
     return tuple(np.cos(np.pi * ((np.arange(n) + 0.5) / n - 0.5)))
 
 
 @pytest.mark.parametrize(("name", "axes"), CASES)
 def test_gradients_are_those_of_finite_differences(name, axes, rng):
-    loss = nn.FieldLoss(LOSSES[name](axes), weights=latitudes(axes))
+    loss = nn.FieldLoss(LOSSES[name](axes), weights=latitudes(axes, name))
     prediction, target = fields(name, axes, rng)
-    inside = {**target, "weight": rng.uniform(0, 2, (3, *SPACES[axes]))}
+    inside = {**target, "weight": rng.uniform(0, 2, (3, *SPACES[axes])[: 1 if name == "spectral" else None])}
     for given in (target, inside, np.nan_to_num(target["target"])):
         gradient = loss.backward(loss.forward(prediction, given)[2], 0.5)
         assert gradient.shape == prediction.shape
@@ -97,7 +120,7 @@ def test_relative_losses_are_those_of_the_formula(name, axes, rng):
 def test_losses_have_the_bits_of_one_process_on_every_cut(cut, rng):
     axes = len(cut)
     for number, (name, make) in enumerate(LOSSES.items()):
-        loss = nn.FieldLoss(make(axes), weights=latitudes(axes))
+        loss = nn.FieldLoss(make(axes), weights=latitudes(axes, name))
         prediction, target = fields(name, axes, rng, ("f4", "f8")[number % 2])
         total, weight, cache = loss.forward(prediction, target)
         gradient = loss.backward(cache, 0.25)
@@ -116,25 +139,95 @@ def test_losses_have_the_bits_of_one_process_on_every_cut(cut, rng):
             np.testing.assert_array_equal(part, gradient[here], name)
 
 
+@pytest.mark.parametrize("axes", SPACES)
+def test_a_spectral_loss_is_that_of_numpy_fft(axes, rng):
+    space, highest = SPACES[axes], HIGHEST[axes]
+    weights, (prediction, given) = [1.0, 0.5, 3.0], fields("spectral", axes, rng)
+    modes = np.fft.fftn(prediction - given["target"], axes=range(1, axes + 1)) / np.prod(space)
+    waves = np.meshgrid(*(np.rint(np.fft.fftfreq(n) * n) for n in space), indexing="ij")
+    shell = np.rint(np.sqrt(sum(k**2 for k in waves))).astype(int)
+    kept = np.all([abs(k) <= most for k, most in zip(waves, highest, strict=True)], axis=0) & (shell < 3)
+    factor = np.where(kept, np.array(weights)[np.minimum(shell, 2)], 0)[..., None]
+    expected = (factor * abs(modes) ** 2).sum(axis=tuple(range(1, axes + 1))).mean(axis=-1)
+    total, weight, _ = nn.FieldLoss(nn.SpectralLoss(highest, weights)).forward(prediction, given)
+    assert weight == 3.5
+    assert total == pytest.approx((expected * given["weight"]).sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("extent", [5, 9])
+def test_all_modes_make_the_mean_squared_error(extent, rng):
+    prediction, target = rng.normal(size=(2, 3, extent, 7, 2))
+    total, weight, _ = nn.FieldLoss(nn.SpectralLoss((extent // 2, 3))).forward(prediction, target)
+    assert total / weight == pytest.approx(((prediction - target) ** 2).mean(), rel=1e-12)
+
+
+@pytest.mark.parametrize("periodic", [False, True, (True, False)])
+def test_a_residual_is_that_of_differences_by_numpy(periodic, rng):
+    """Of u u_x - 0.1 (u_xx + u_yy) + u_xy = f, where all neighbours are."""
+    u, f = rng.normal(size=(2, 2, 8, 9, 1))
+    hx, hy = 0.5, 0.25
+
+    def moved(x: Any, y: Any) -> Any:
+        return np.concatenate([u, u, u], axis=1)[:, 8 + x : 16 + x].take(np.arange(9) + y, axis=2, mode="wrap")
+
+    expected = u * (moved(1, 0) - moved(-1, 0)) / (2 * hx) - f
+    expected -= 0.1 * ((moved(1, 0) + moved(-1, 0) - 2 * u) / hx**2 + (moved(0, 1) + moved(0, -1) - 2 * u) / hy**2)
+    expected += (moved(1, 1) - moved(1, -1) - moved(-1, 1) + moved(-1, -1)) / (4 * hx * hy)
+    across, along = periodic if isinstance(periodic, tuple) else (periodic, periodic)
+    expected = expected[:, slice(None) if across else slice(1, -1), slice(None) if along else slice(1, -1)]
+    loss = nn.ResidualLoss(
+        lambda u, x, xx, yy, xy, f: u * x - 0.1 * (xx + yy) + xy - f,
+        ("u", "x", "xx", "yy", "xy", "target"),
+        spacing=(hx, hy),
+        periodic=periodic,
+    )
+    total, weight, _ = nn.FieldLoss(loss).forward(u, f)
+    assert weight == expected.size
+    assert total == pytest.approx((expected**2).sum(), rel=1e-12)
+
+
+def test_a_sum_of_losses_has_the_mean_of_each(rng):
+    prediction, target = rng.normal(size=(2, 3, 9, 2))
+    parts = [nn.MeanSquaredError(), nn.RelativeL2Loss(), nn.SpectralLoss(3), nn.H1Loss()]
+    means = [total / weight for total, weight, _ in (nn.FieldLoss(one).forward(prediction, target) for one in parts)]
+    loss = nn.FieldLoss(nn.SumLoss(parts, [1.0, 0.5, 2.0, 0.0]))
+    total, weight, cache = loss.forward(prediction, target)
+    assert total / weight == pytest.approx(means[0] + 0.5 * means[1] + 2 * means[2], rel=1e-14)
+    assert loss.backward(cache).shape == prediction.shape
+
+
+def test_a_model_trained_by_an_equation_and_its_modes_has_one_hash_on_every_cut(rng):
+    x, y = (rng.normal(size=(4, 9, 8, 1)).astype("f4") for _ in range(2))
+
+    def diffusion(u: Any, xx: Any, yy: Any, target: Any) -> Any:
+        return u - 0.1 * (xx + yy) - target
+
+    equation = nn.ResidualLoss(diffusion, ("u", "xx", "yy", "target"), periodic=(False, True))
+    loss = nn.SumLoss([nn.MeanSquaredError(), equation, nn.SpectralLoss(3, np.arange(1.0, 5.0))], [1.0, 0.1, 0.5])
+    require_one_hash(nn.FNO(1, 1, modes=4, width=4, layers=1, space=(9, 8), loss=loss), x, y)
+
+
 def test_a_model_trained_by_a_relative_loss_has_one_hash_on_every_cut(rng):
     x, y = (rng.normal(size=(4, 9, 8, 1)).astype("f4") for _ in range(2))
     land = rng.random((4, 9, 8)) > 0.2
     for loss in ("relative_l2", nn.FieldLoss(nn.H1Loss(), weights=np.arange(1.0, 10.0))):
-        net = nn.FNO(1, 1, modes=4, width=4, layers=1, space=(9, 8), loss=loss)
+        require_one_hash(nn.FNO(1, 1, modes=4, width=4, layers=1, space=(9, 8), loss=loss), x, y, {"mask": land})
 
-        def train(comm: Any, domain: Any = (1, 1), net: Any = net) -> Any:
-            with (
-                mz.Mesh(comm, domain=domain) as mesh,
-                mz.distribute(net, mz.Adam(lr=0.01), "zero2", mesh=mesh) as model,
-            ):
-                here = (slice(None), *mesh.slab((9, 8)))
-                losses = [model.train(x[here], {"target": y[here], "mask": land[here]}) for _ in range(3)]
-                return losses, model.parameters_sha256()
 
-        alone = train("self")
-        assert alone[0][-1] < alone[0][0]
-        for cut in ((2, 1), (2, 2)):
-            assert all(found == alone for found in run_in_threads(2 * cut[1], lambda comm, cut=cut: train(comm, cut)))
+def require_one_hash(net: Any, x: Any, y: Any, more: Any = None) -> None:
+    """Require that training has the same losses and parameters on every cut, and makes the loss smaller."""
+
+    def train(comm: Any, domain: Any = (1, 1)) -> Any:
+        with mz.Mesh(comm, domain=domain) as mesh, mz.distribute(net, mz.Adam(lr=0.01), "zero2", mesh=mesh) as model:
+            here = (slice(None), *mesh.slab(net.space))
+            target = {"target": y[here], **{key: value[here] for key, value in (more or {}).items()}}
+            losses = [model.train(x[here], target) for _ in range(3)]
+            return losses, model.parameters_sha256()
+
+    alone = train("self")
+    assert alone[0][-1] < alone[0][0]
+    for cut in ((2, 1), (1, 3), (2, 2)):
+        assert all(found == alone for found in run_in_threads(cut[0] * cut[1], lambda comm, c=cut: train(comm, c)))
 
 
 def test_a_sample_that_a_mask_leaves_out_whole_does_not_count(rng):
@@ -145,6 +238,11 @@ def test_a_sample_that_a_mask_leaves_out_whole_does_not_count(rng):
         assert weight == 1
         assert total == pytest.approx(nn.FieldLoss(loss).forward(prediction[:1], target[:1])[0], rel=1e-14)
         assert not nn.FieldLoss(loss).backward(cache)[1].any()
+
+
+def residual_of(function: Any, u: Any = None, **settings: Any) -> Any:
+    u = np.ones((1, 8, 1)) if u is None else u
+    return nn.FieldLoss(nn.ResidualLoss(function, ("u",), **settings)).forward(u, np.zeros((1, 8, 1)))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +257,28 @@ def test_a_sample_that_a_mask_leaves_out_whole_does_not_count(rng):
             )
             for wrong in ("abc", [1.0, None], np.ones((2, 2)))
         ),
+        (lambda: nn.SpectralLoss(-1), "frequencies=-1 is not allowed"),
+        (lambda: nn.SpectralLoss(2, [1, -1]), "weights=-1"),
+        (lambda: nn.SpectralLoss(2).forward(np.zeros((1, 8, 1)), np.zeros((1, 8, 1))), r"FieldLoss\(SpectralLoss"),
+        (lambda: nn.ResidualLoss(None, ("u",)), "residual=None must be a function"),
+        *(
+            (lambda wrong=wrong: nn.ResidualLoss(np.exp, wrong), "terms=.* is not allowed")
+            for wrong in ("u", ("w",), ("xxx",), ("target",), ())
+        ),
+        (lambda: nn.ResidualLoss(np.exp, ("u",), spacing=0), "spacing=0"),
+        (lambda: nn.SumLoss([nn.MeanSquaredError()], [1.0, 2.0]), "1 losses have 2 factors"),
+        (lambda: nn.SumLoss(["mse"], [1.0]), "SumLoss: str is no loss"),
+        *(
+            (lambda function=function: residual_of(function), f"calls numpy.{name}, which has no derivative")
+            for name, function in {
+                "absolute": abs,
+                "maximum": lambda u: np.maximum(u, 0),
+                "greater": lambda u: u * (u > 0),
+                "sign": lambda u: u * np.sign(u),
+                "conjugate": np.conj,
+            }.items()
+        ),
+        (lambda: residual_of(lambda u: u.real), "is real for complex arguments"),
         (lambda: nn.H1Loss(lengths=0), "lengths=0"),
         (lambda: nn.H1Loss(periodic=1), "periodic=1"),
         (lambda: nn.H1Loss().forward(np.zeros((1, 2)), np.zeros((1, 2))), r"loss=mpizero\.nn\.FieldLoss\(H1Loss"),
@@ -181,3 +301,30 @@ def test_weights_and_lengths_of_other_fields_are_told():
         nn.FieldLoss(nn.MeanSquaredError(), weights=[1, 2, 1]).forward(np.zeros((1, 4, 1)), np.zeros((1, 4, 1)))
     with pytest.raises(DataError, match="must have a number for each of 1 axes"):
         nn.FieldLoss(nn.H1Loss(lengths=(1.0, 2.0))).forward(np.zeros((1, 4, 1)), np.ones((1, 4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda u, y: nn.SpectralLoss(4), r"frequencies=4 do not fit a field of \(8,\) positions"),
+        (lambda u, y: nn.SpectralLoss((1, 1)), "frequencies="),
+        (
+            lambda u, y: nn.ResidualLoss(lambda y: y, ("y",)),
+            r"terms=\('y',\), spacing=1.0 and periodic=False do not fit",
+        ),
+        (lambda u, y: nn.ResidualLoss(lambda x: x, ("x",), spacing=(1.0, 2.0)), "do not fit a field of 1 axes"),
+        (lambda u, y: nn.ResidualLoss(lambda x: x[0], ("x",)), r"the residual returned float64 of shape \(1, 1\)"),
+    ],
+)
+def test_fields_that_a_loss_does_not_fit_are_told(make, why):
+    u = np.ones((1, 8, 1))
+    with pytest.raises(DataError, match=why):
+        nn.FieldLoss(make(u, u)).forward(u, u)
+
+
+def test_a_mode_has_no_mask():
+    u = np.ones((1, 8, 1))
+    with pytest.raises(DataError, match="a mode has no position"):
+        nn.FieldLoss(nn.SpectralLoss(2)).forward(u, {"target": u, "mask": np.ones((1, 8), bool)})
+    with pytest.raises(DataError, match="a mode has no position"):
+        nn.FieldLoss(nn.SpectralLoss(2), weights=np.ones(8)).forward(u, u)

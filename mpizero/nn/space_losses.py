@@ -1,0 +1,392 @@
+"""Define losses that see how a field varies in space: by its Fourier modes, and by the residual of an equation.
+
+Both stand inside a :class:`mpizero.nn.FieldLoss`, which gives them the space of the field: the whole of it, or the part
+of a rank (:class:`SpaceLoss`). :class:`SpectralLoss` takes the truncated transform of the spectral convolution.
+:class:`ResidualLoss` takes differences of neighbouring positions, which it fetches from the ranks that have them. What
+is added up over space has one partial sum for each tile, added by the binary tree.
+
+[Note: derivatives of a residual] The residual of an equation is the user's function, which has no backward pass. At
+each position it depends on few numbers. Each of them in turn gets an imaginary part so small that it changes no real
+part; the imaginary part of the residual, divided by it, is the derivative, to full precision (Squire and Trapp, *Using
+complex variables to estimate derivatives of real functions*, 1998). That holds for analytic functions;
+:class:`_Analytic` refuses all others. The function is called with one tile at a time, so that its bits do not depend on
+the cut of space.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod, sqrt
+from typing import Any
+
+import numpy as np
+
+from mpizero._util.checks import is_whole, number, require
+from mpizero._util.names import explains
+from mpizero.errors import ConfigError, DataError
+from mpizero.kernels.spectral import analyse, axis_basis, synthesize
+from mpizero.layout.fields import Box, tree_sum
+from mpizero.nn.arrays import require_numbers
+from mpizero.nn.fields import on_each
+from mpizero.nn.losses import RelativeL2Loss, WeightedTarget, require_shape, times
+from mpizero.nn.space import Space
+from mpizero.types import Array
+
+
+class SpaceLoss(ABC):
+    """Define a loss of fields that a :class:`mpizero.nn.FieldLoss` computes with the space of the field."""
+
+    @abstractmethod
+    def on_space(
+        self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
+    ) -> tuple[float, float, Array, Array]:
+        """Return loss sum and weight of the whole field, and the gradient with a factor for each sample. Collective.
+
+        ``prediction`` and ``target`` are this rank's part of a field with the given ``extents``, ``along`` the weights
+        of its positions along the first axis, if there are any.
+        """
+
+    def forward(self, prediction: Array, target: Any) -> tuple[float, float, Any]:
+        """Raise :class:`ConfigError`: only a :class:`mpizero.nn.FieldLoss` knows the space."""
+        name = type(self).__name__
+        raise ConfigError(f"{name} is a loss of whole fields; wrap it, loss=mpizero.nn.FieldLoss({name}(...))")
+
+    def backward(self, cache: Any, scale: float = 1.0) -> Array:
+        """Raise :class:`ConfigError`, as :meth:`forward`."""
+        raise ConfigError(f"{type(self).__name__} is computed by mpizero.nn.FieldLoss alone")
+
+    def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
+        """Return None, because predicted real numbers have no accuracy."""
+        return None
+
+
+@explains
+@dataclass(frozen=True)
+class SpectralLoss(SpaceLoss):
+    """Compute the weighted squared error of the Fourier modes of a field, inside a :class:`~mpizero.nn.FieldLoss`.
+
+    A sample's loss is ``sum_k weights[round(|k|)] * |e_k|**2``, averaged over channels, where ``e_k`` are the Fourier
+    coefficients of the error, ``numpy.fft.fftn(error) / positions``, and k its wavenumbers: whole numbers from
+    ``-frequencies`` to ``frequencies`` on each axis. With weight 1 it is the mean squared error of the part of the
+    error that these modes make up (Parseval's theorem). Weights that grow with the wavenumber let small scales count:
+    ``(1 + numpy.arange(n)**2.0)**s`` is the square of the Sobolev norm of order s. Higher frequencies do not count, so
+    add another loss (:class:`~mpizero.nn.SumLoss`). Fields are taken as periodic. Targets may have weights or a mask of
+    samples, but none of positions.
+
+    Parameters
+    ----------
+    frequencies : int or tuple of int
+        Highest wavenumber, for all axes of space or by axis; less than half of the extent.
+    weights : sequence of float or None
+        Weight of the modes whose wavenumbers have the norm 0, 1, 2, ..., rounded; those of norms beyond the last one
+        have weight 0. None is 1 for all.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is not allowed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> x = np.arange(8) / 8
+    >>> error = (1 + 2 * np.cos(2 * np.pi * x))[None, :, None]  # the modes 0 and +-1, of size 1
+    >>> for weights in (None, [0.0, 1.0]):
+    ...     loss = mz.nn.FieldLoss(mz.nn.SpectralLoss(2, weights))
+    ...     total, weight, _ = loss.forward(error, np.zeros((1, 8, 1)))
+    ...     print(round(total / weight, 12))
+    3.0
+    2.0
+    """
+
+    frequencies: int | tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = self.frequencies if isinstance(self.frequencies, tuple) else (self.frequencies,)
+        if not given or not all(is_whole(one, 0) for one in given):
+            raise ConfigError(
+                f"SpectralLoss: frequencies={self.frequencies!r} is not allowed; give a whole number >= 0, or one for "
+                "each axis of space"
+            )
+        if self.weights is not None:
+            values = tuple(require("SpectralLoss: weights", float(one), number()) for one in self.weights)
+            object.__setattr__(self, "weights", values)
+
+    def _factors(self, highest: tuple[int, ...], positions: int) -> Array:
+        """Return by basis function of three axes its weight in the loss: (functions of axis 1, of 2, of 3).
+
+        A cosine or a sine of a frequency that is not 0 stands for the modes of both signs.
+        """
+        last = len(highest) - 1
+        waves = [
+            (
+                *(0,) * (k >= 0),
+                *((i for i in range(1, k + 1) for _ in "cs") if axis == last else [*range(1, k + 1)] * 2),
+            )
+            for axis, k in enumerate(highest)
+        ]
+        found = [
+            self._weight(k) * 2.0 ** sum(map(bool, k)) / positions**2 for k in product(*([(0,)] * (2 - last)), *waves)
+        ]
+        return np.array(found).reshape((*(1,) * (2 - last), *map(len, waves)))
+
+    def _weight(self, wave: Sequence[int]) -> float:
+        if self.weights is None:
+            return 1.0
+        shell = round(sqrt(sum(k * k for k in wave)))
+        return self.weights[shell] if shell < len(self.weights) else 0.0
+
+    def on_space(
+        self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
+    ) -> tuple[float, float, Array, Array]:
+        """Return loss sum and weight, and the gradient with a factor for each sample. Collective over a domain."""
+        values, of_samples, of_elements = _parsed("SpectralLoss", target, prediction)
+        if along is not None or of_elements.weight is not None or of_elements.mask is not None:
+            raise DataError("SpectralLoss: a mode has no position; give weights and masks of whole samples alone")
+        require_shape("SpectralLoss", values.shape, prediction.shape)
+        highest = on_each(self.frequencies, len(extents))
+        if len(highest) != len(extents) or any(2 * k >= n for k, n in zip(highest, extents, strict=True)):
+            raise DataError(
+                f"SpectralLoss: frequencies={self.frequencies} do not fit a field of {extents} positions; give a "
+                "number less than half of the extent for each axis"
+            )
+        error = prediction - values.astype(prediction.dtype).reshape(prediction.shape)
+        last, dtype, channels = len(extents) - 1, prediction.dtype, prediction.shape[-1]
+        bases = [np.ones((1, 1), dtype)] * (2 - last)
+        for axis, (n, k, part) in enumerate(zip(extents, highest, space.box(extents), strict=True)):
+            bases.append(axis_basis(n, 2 * k + 1, part.start, part.stop, axis == last, dtype))
+        one, two, three = bases
+        nodes = np.stack([analyse(error, (one, two, three), boxes) for boxes in space.boxes(extents)])
+        shards = space.shards(len(three))
+        sums = space.all_gather(space.reduce_scatter(nodes, 3, shards, "loss"), 3, shards, "loss")
+        factors = self._factors(highest, prod(extents))[..., None] / channels
+        losses = RelativeL2Loss.square_sums(sums * np.sqrt(factors))
+        slopes = synthesize((2 * factors * sums).astype(dtype), (one, two, three))
+        loss = float(times(losses, of_samples).sum())
+        return loss, float(of_samples.sum()), slopes.reshape(prediction.shape), of_samples
+
+
+#: Ufuncs that are analytic functions, whose complex values have derivatives as imaginary parts.
+_FUNCTIONS = """
+    add subtract multiply divide matmul negative positive reciprocal power float_power square sqrt exp exp2 expm1 log
+    log2 log10 log1p sin cos tan arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh
+""".split()  # noqa: SIM905
+#: What is added to a number to find a derivative; a power of two, so dividing by it is exact.
+_STEP = 2.0**-60
+
+
+class _Analytic(np.ndarray[Any, Any]):
+    """Compute by analytic functions alone, and refuse others: an absolute value, a maximum, a comparison."""
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
+        if ufunc.__name__ not in _FUNCTIONS:
+            raise ConfigError(
+                f"ResidualLoss: the residual calls numpy.{ufunc.__name__}, which has no derivative everywhere; use "
+                "arithmetic, powers, roots, exp, log and trigonometric functions"
+            )
+        plain = [one.view(np.ndarray) if isinstance(one, _Analytic) else one for one in inputs]
+        if settings.get("out"):
+            settings["out"] = tuple(one.view(np.ndarray) for one in settings["out"])
+        found = getattr(ufunc, method)(*plain, **settings)
+        return found.view(_Analytic) if isinstance(found, np.ndarray) else found
+
+
+@explains
+@dataclass(frozen=True)
+class ResidualLoss(SpaceLoss):
+    """Compute the mean square of an equation's residual, inside a :class:`~mpizero.nn.FieldLoss`.
+
+    ``residual`` is called with arrays (samples, space, channels) of finite differences of the predicted field, in the
+    order of ``terms``, and returns the residual, (samples, space, any channels). ``"u"`` is the field itself, ``"x"``,
+    ``"y"`` and ``"z"`` are central differences along the first, second and third axis, ``"xx"`` the second difference,
+    ``"xy"`` the difference along both axes, and so on: at most two letters for each axis. The term ``"target"`` is the
+    target, of any channels, at the same positions: a forcing, coefficients, a state before. Beyond the ends of an axis
+    that is not periodic there are no neighbours, so if a difference is taken along it, the residual is not computed at
+    its ends. The loss is the mean over the other positions, weighted as a :class:`~mpizero.nn.FieldLoss` does, and over
+    the channels of the residual. Weights and masks of a target are those of samples or of positions (samples, space).
+
+    The function has no backward pass: its derivatives are found by complex arguments. It must be made of NumPy's
+    arithmetic, powers, roots, exponential and trigonometric functions, position by position; ``abs``, ``maximum`` or
+    comparisons are refused. It is called once and then once for each term and channel, by tiles.
+
+    Parameters
+    ----------
+    residual : callable
+        The function.
+    terms : tuple of str
+        Its arguments.
+    spacing : float or tuple of float
+        Distance of neighbours, for all axes of space or by axis.
+    periodic : bool or tuple of bool
+        Whether the first position of an axis is a neighbour of the last one, for all axes or by axis.
+
+    Raises
+    ------
+    ConfigError
+        If a setting is not allowed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import mpizero as mz
+    >>> def burgers(u, slope, curvature):
+    ...     return u * slope - 0.1 * curvature
+    >>> equation = mz.nn.ResidualLoss(burgers, ("u", "x", "xx"), spacing=0.5)
+    >>> u = np.array([0.0, 1.0, 4.0]).reshape(1, 3, 1)  # in the middle: slope 4, curvature 8
+    >>> total, weight, _ = mz.nn.FieldLoss(equation).forward(u, np.zeros((1, 3, 1)))
+    >>> round(total / weight, 12)  # (1 * 4 - 0.1 * 8)**2
+    10.24
+    """
+
+    residual: Callable[..., Any]
+    terms: tuple[str, ...]
+    spacing: float | tuple[float, ...] = 1.0
+    periodic: bool | tuple[bool, ...] = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.residual):
+            raise ConfigError(f"ResidualLoss: residual={self.residual!r:.80} must be a function of the terms")
+        odd = [term for term in self.terms if term not in ("u", "target") and not _orders(term)]
+        if isinstance(self.terms, str) or odd or not set(self.terms) - {"target"}:
+            raise ConfigError(
+                f'ResidualLoss: terms={self.terms!r} is not allowed; give a tuple such as ("u", "x", "xx", "xy", '
+                '"target"), with at most two letters for each axis'
+            )
+        for one in on_each(self.spacing, 1):
+            require("ResidualLoss: spacing", one, number(above=True))
+
+    def _stencils(self, extents: tuple[int, ...]) -> tuple[list[tuple[int, ...]], list[float], list[bool]]:
+        """Return the orders of differences of all terms of the field, the spacing and what is periodic, by axis."""
+        axes = len(extents)
+        orders = [(_orders(term) + (0,) * axes)[:3] for term in self.terms if term != "target"]
+        spacing, periodic = list(on_each(self.spacing, axes)), list(on_each(self.periodic, axes))
+        if len(spacing) != axes or len(periodic) != axes or any(any(one[axes:]) for one in orders):
+            raise DataError(
+                f"ResidualLoss: terms={self.terms}, spacing={self.spacing} and periodic={self.periodic} do not fit a "
+                f"field of {axes} axes; axes are x, y and z, and settings are numbers for all or one for each axis"
+            )
+        return [one[:axes] for one in orders], spacing, periodic
+
+    def on_space(
+        self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
+    ) -> tuple[float, float, Array, Array]:
+        """Return loss sum and weight, and the gradient with a factor for each sample. Collective over a domain."""
+        orders, spacing, periodic = self._stencils(extents)
+        values, of_samples, of_elements = _parsed("ResidualLoss", target, prediction)
+        inside = of_elements.weights(prediction.shape[:-1])
+        weights = np.ones(prediction.shape[:-1]) if inside is None else inside
+        weights = times(weights, of_samples) if along is None else times(weights, of_samples) * along
+        wide = [any(one[axis] for one in orders) for axis in range(len(extents))]
+        modes = ["periodic" if flag else "zeros" for flag in periodic]
+
+        def around(axis: int, first: int, stop: int) -> tuple[int, int]:
+            return (first - wide[axis], stop + wide[axis]) if stop > first else (0, 0)
+
+        def fetched(x: Array) -> Array:
+            return space.fetch(x, extents, space.wanted(extents, around), "residual", modes)
+
+        field = fetched(prediction)
+        found = [_difference(field, one, wide, spacing) for one in orders]
+        slopes, sums = np.zeros((len(found), *prediction.shape), prediction.dtype), []
+        for place in _inner_tiles(space, extents, [w and not p for w, p in zip(wide, periodic, strict=True)]):
+            one = (slice(None), *place)
+            parts = [np.ascontiguousarray(x[one]) for x in [*found, values]]
+            here = np.ascontiguousarray(weights[one])
+            loss = 0.0
+            if here.size:
+                loss, slopes[(slice(None), *one)] = self._on_tile(parts[:-1], parts[-1], here)
+            sums.append((loss, float(here.sum())))
+        total = tree_sum(space.gather_tiles(np.array(sums), 0, "loss"), np.add)
+        # The adjoint of a difference is the difference itself, with the other sign where its order is odd.
+        channels = prediction.shape[-1]
+        field = fetched(np.concatenate(slopes, axis=-1))
+        gradient = np.zeros_like(prediction)
+        for first, term in enumerate(orders):
+            part = field[..., first * channels : (first + 1) * channels]
+            gradient += (-1) ** sum(term) * _difference(part, term, wide, spacing)
+        return float(total[0]), float(total[1]), gradient, np.ones(len(prediction))
+
+    def _on_tile(self, found: list[Array], values: Array, weights: Array) -> tuple[float, Array]:
+        """Return the weighted sum of the squares at a tile's positions, and its derivatives by all differences."""
+        residual = self._called(found, values, found[0].dtype)
+        outputs = residual.shape[-1]
+        loss = float(RelativeL2Loss.square_sums(times(residual, np.sqrt(weights))).sum()) / outputs
+        above, slopes = (
+            times(residual, weights) * (2 / outputs),
+            np.empty((len(found), *found[0].shape), residual.dtype),
+        )
+        wide = np.result_type(residual.dtype, np.complex64)
+        for term, channel in np.ndindex(len(found), found[0].shape[-1]):
+            moved = [one.astype(wide).view(_Analytic) for one in found]
+            moved[term].imag[..., channel] = _STEP
+            turned = self._called(moved, values, wide)
+            slopes[(term, ..., channel)] = (turned.imag / _STEP * above).sum(axis=-1)
+        return loss, slopes
+
+    def _called(self, found: Sequence[Array], values: Array, dtype: Any) -> Array:
+        """Return the residual, checked."""
+        rows = iter(found)
+        given = [values if term == "target" else next(rows) for term in self.terms]
+        y = np.asarray(self.residual(*given))
+        shape = found[0].shape[:-1]
+        if y.dtype.kind not in "fc" or y.shape[:-1] != shape or not y.shape[-1]:
+            raise DataError(
+                f"ResidualLoss: the residual returned {y.dtype} of shape {y.shape}; expected real numbers "
+                f"(samples, space, channels), {shape} and at least one channel"
+            )
+        if y.dtype.kind == "f" and np.dtype(dtype).kind == "c":
+            raise ConfigError(
+                "ResidualLoss: the residual is real for complex arguments, so it has no derivative; do not take real "
+                "parts or convert what it is given, and use all terms"
+            )
+        cast: Array = y.astype(dtype, copy=False)
+        return cast
+
+
+def _parsed(where: str, target: Any, prediction: Array) -> tuple[Array, Array, WeightedTarget]:
+    """Return the target's values, the weights of samples, and what weights and masks of elements there are."""
+    weighted = WeightedTarget.of(target, where)
+    require_numbers(weighted.values, where, "target")
+    if weighted.values.shape[:-1] != prediction.shape[:-1]:
+        raise DataError(
+            f"{where}: takes targets (samples, space, channels) at the positions of the prediction of shape "
+            f"{prediction.shape}; the target has shape {weighted.values.shape}"
+        )
+    of_samples, of_elements = weighted.sample_weights(len(prediction))
+    return weighted.values, np.ones(len(prediction)) if of_samples is None else of_samples, of_elements
+
+
+def _orders(term: str) -> tuple[int, ...]:
+    """Return the orders of a term's differences along three axes; () if there is no such term."""
+    found = tuple(term.count(letter) for letter in "xyz")
+    return (0, 0, 0) if term == "u" else found if 0 < sum(found) == len(term) and max(found) <= 2 else ()
+
+
+def _difference(x: Array, orders: Sequence[int], wide: Sequence[bool], spacing: Sequence[float]) -> Array:
+    """Return the central differences of a field that has another position at both ends of each axis of ``wide``."""
+    for axis, (order, more, h) in enumerate(zip(orders, wide, spacing, strict=True), start=1):
+        before, middle, after = (
+            x[(slice(None),) * axis + (slice(first, x.shape[axis] - 2 + first),)] if more else x for first in range(3)
+        )
+        if order == 1:
+            x = (after - before) * x.dtype.type(1 / (2 * h))
+        elif order == 2:
+            x = (before + after - 2 * middle) * x.dtype.type(1 / h**2)
+        else:
+            x = middle
+    return x
+
+
+def _inner_tiles(space: Space, extents: tuple[int, ...], cropped: Sequence[bool]) -> list[Box]:
+    """Return of each of this rank's tiles its positions in the rank's part, without the ends of axes in ``cropped``."""
+    box, found = space.box(extents), []
+    for tile in np.concatenate(space.boxes(extents))[:, 3 - len(extents) :].tolist():
+        rows = zip(tile, box, extents, cropped, strict=True)
+        ends = [(max(low, crop - part.start), min(high, n - crop - part.start)) for (low, high), part, n, crop in rows]
+        found.append(tuple(slice(low, max(low, high)) for low, high in ends))
+    return found
