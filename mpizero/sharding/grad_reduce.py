@@ -312,7 +312,7 @@ CACHED_PLANS = 16
 class ReduceScatterBuffer:
     """Keep the gradients of the current unit in a slot, and the sums over this rank's shard in a stack.
 
-    A slot is a shared window with one array for each rank of the node. A node of several ranks has two slots: one is
+    A slot is a shared window with one array for each rank of the node. With several ranks there are two slots: one is
     filled while the other is summed. The stack is an array of a few levels, each as long as this rank's shard of the
     gradients. A level holds a partial sum (a node of the tree over grains) that is not yet added to another one.
 
@@ -343,7 +343,8 @@ class ReduceScatterBuffer:
         self.exchange, self.timeline, self.accumulate = exchange, store.timeline, accumulate
         self.shards, self.shard = store.group_shards, store.shard
         self._in_place, node, item = in_place, self.grid.node.size, self.dtype.itemsize
-        strides = [paged(size * item) // item for size in round_buffer_sizes(self.layout, node, in_place=in_place)]
+        sizes = round_buffer_sizes(self.layout, self.grid.data.size, in_place=in_place)
+        strides = [paged(size * item) // item for size in sizes]
         with on_all_ranks(self.grid.world, "gradients"):
             self.slots = self.memory.shared("gradients", [(node, stride) for stride in strides], self.dtype)
             self.stack = self.memory.private("gradients", (1, self.shard.gradient_size), self.dtype)
@@ -444,7 +445,7 @@ class ReduceScatterBuffer:
         [Note: sums in flight] With several peers, the segments of a unit's exchange are in flight while the next unit
         is computed, in the order of units and rounds. A slot holds the gradients of a unit until all of its segments
         have begun. Where there are two slots, that is before the barrier of the next unit, after which the slot is
-        written again; where there is only one, it is at once.
+        written again; where there is only one ([Note: in place]), it is at once.
         """
         self._queue.begin()
         self.memory.barrier("unit gradients")
