@@ -170,7 +170,16 @@ make_host() {
         ip link set lo up
         ip address add "$3" dev eth0
         ip link set eth0 up' sh "$name" "$FOLDER" "10.77.0.$number/24" || cannot "$name cannot be made"
+    choose_control "$name"
     shape "$name"
+}
+
+# Where the machine's congestion control is BBR, it is not that of the hosts: every ten seconds BBR sends next to nothing
+# for a fifth of a second. The kernel lets a namespace choose cubic, the default of Linux, only where that is allowed.
+choose_control() {
+    local file=/proc/sys/net/ipv4/tcp_congestion_control
+    [ "$(cat $file)" != bbr ] || on "$1" sh -c "echo cubic >$file || echo reno >$file" 2>/dev/null ||
+        printf 'two_hosts.sh: the links of %s have the congestion control BBR\n' "$1" >&2
 }
 
 shape() {

@@ -679,12 +679,13 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
     return (grid.data.rank,) if placement.shard_optimizer else grid.inter_node_ranks
 
 
-def round_buffer_sizes(layout: FlatLayout, node_size: int, *, in_place: bool) -> list[int]:
+def round_buffer_sizes(layout: FlatLayout, ranks: int, *, in_place: bool) -> list[int]:
     """Return, for each slot of a :class:`ReduceScatterBuffer`, its number of elements for each rank of the node.
 
-    A slot is memory for the gradients of one unit. If ``in_place``, a function writes the gradients of all units
-    together, and one slot holds the gradients of all units.
+    A slot is memory for the gradients of one unit. If gradients are summed over several ``ranks``, there are two: one
+    is filled while the other is read, by ranks of the node or for messages. If ``in_place``, a function writes the
+    gradients of all units together, and one slot holds the gradients of all units.
     """
     if in_place:
         return [layout.gradient_size]
-    return [layout.largest_gradient] * (2 if node_size > 1 else 1)
+    return [layout.largest_gradient] * (2 if ranks > 1 else 1)

@@ -313,7 +313,7 @@ class ReduceScatterBuffer:
     """Keep the gradients of the current unit in a slot, and partial sums of this rank's gradient shard in a stack.
 
     A unit is a group of parameters whose gradients are reduced together. A slot is a shared window with one array for
-    each rank of the node. A node of several ranks has two slots: one is filled while the other is summed. The stack is
+    each rank of the node. With several ranks there are two slots: one is filled while the other is summed. The stack is
     an array of a few levels, each as long as this rank's shard of the gradients. A level holds a partial sum (a node of
     the tree over grains, slices of the batch) that is not yet added to another one.
 
@@ -345,7 +345,8 @@ class ReduceScatterBuffer:
         self.exchange, self.timeline, self.accumulate = exchange, store.timeline, accumulate
         self.shards, self.shard = store.group_shards, store.shard
         self._in_place, node, item = in_place, self.grid.node.size, self.dtype.itemsize
-        strides = [paged(size * item) // item for size in round_buffer_sizes(self.layout, node, in_place=in_place)]
+        sizes = round_buffer_sizes(self.layout, self.grid.data.size, in_place=in_place)
+        strides = [paged(size * item) // item for size in sizes]
         with on_all_ranks(self.grid.world, "gradients"):
             self.slots = self.memory.shared("gradients", [(node, stride) for stride in strides], self.dtype)
             self.stack = self.memory.private("gradients", (1, self.shard.gradient_size), self.dtype)
@@ -446,7 +447,7 @@ class ReduceScatterBuffer:
         [Note: sums in flight] With several peers, the segments of a unit's exchange are in flight while the next unit
         is computed, in the order of units and rounds. A slot holds the gradients of a unit until all of its segments
         have begun. Where there are two slots, that is before the barrier of the next unit, after which the slot is
-        written again; where there is only one, this call begins all segments itself.
+        written again; where there is only one ([Note: in place]), this call begins all segments itself.
         """
         self._queue.begin()
         self.memory.barrier("unit gradients")

@@ -691,6 +691,7 @@ class ParameterStore:
         self._regions = layout.regions(REGION) if self._copy_group.size > 1 else ()
         self._needed = {block: self._last_region(block) for unit in layout.units for block in unit.blocks}
         self._gathering: list[ParameterAllGather] = []
+        self._begun: ParameterAllGather | None = None
         weakref.finalize(self, poll_pending, self._gathering)
         self.progress = memory.progress
         self.progress.register("parameters", self.poll, finish=self._finish_for_node, close=self.wait)
@@ -746,8 +747,9 @@ class ParameterStore:
 
     def owned(self, unit: int) -> Array:
         """Return a writable view of this rank's range of the parameters of unit number ``unit``. Not collective."""
-        for gathering in self._gathering:
+        for gathering in (*self._gathering, *filter(None, [self._begun])):
             gathering.wait_requests()  # what is still being sent must not change
+        self._begun = None  # of an update that was interrupted
         values, self._source = self._local_values(), None  # the caller writes newer values than the GPU's
         return values[slice(*self.stored_span(self.shard, unit, self.shard.spans[unit]))]
 
@@ -803,28 +805,50 @@ class ParameterStore:
             parameters before it uses them; any other access waits for all parameters first.
         """
         with self.timeline.span("publication"):
-            self.wait()
+            begun, self._begun = self._begun, None
+            if begun is None:
+                self.wait()
             if self._rounded:
-                self._round((self.shard,) if exchange else self.group_shards)
-            started = []
+                rest = Span(0 if begun is None else self.first_region.stop, self.layout.size)
+                self._round((self.shard,) if exchange else self.group_shards, rest)
             if exchange and self._regions:
-                regions = [
-                    [self.stored_span(s, n, s.spans[n].intersect(r)) for s in self.kept_shards]
-                    for n, r in self._regions
-                ]
-                window = None if self.sharded else self.memory
-                started = [ParameterAllGather(self._copy_group, self._values, regions, window, halves=self._rounded)]
+                begun = begun or self._all_gather_first()
             self.memory.barrier("all-gather")
-            self._gathering[:] = started
+            self._gathering[:] = [] if begun is None else [begun]
             if not later:
                 self.wait()
         self.version += 1
 
-    def _round(self, shards: Sequence[Shard]) -> None:
-        """Round the parameters of ``shards``, which this rank has written, in place. Not collective."""
+    @property
+    def first_region(self) -> Span:
+        """The range of the flat parameter vector that is all-gathered first; all of it if nothing is sent."""
+        return self._regions[0][1] if self._regions and not self.sharded else Span(0, self.layout.size)
+
+    def begin_all_gather(self) -> None:
+        """Begin to send the first region while this rank updates the others; :meth:`all_gather` must follow.
+
+        Collective over the data group, but ranks may leave it to :meth:`all_gather`. The rank has updated its
+        parameters of the region, and no rank of its node reads them any more.
+        """
+        self.wait()
+        if self._rounded:
+            self._round((self.shard,), self.first_region)
+        self._begun = self._all_gather_first()
+
+    def _all_gather_first(self) -> ParameterAllGather:
+        """Begin to all-gather the first region. Collective over the data group."""
+        regions = [
+            [self.stored_span(s, n, s.spans[n].intersect(r)) for s in self.kept_shards] for n, r in self._regions
+        ]
+        window = None if self.sharded else self.memory
+        return ParameterAllGather(self._copy_group, self._values, regions, window, halves=self._rounded)
+
+    def _round(self, shards: Sequence[Shard], inside: Span) -> None:
+        """Round the parameters of ``shards`` in the range ``inside``, which this rank has written. Not collective."""
         for shard in shards:
             for unit, span in enumerate(shard.spans):
-                kernels.cpu.update.round_bfloat16(self._values[slice(*self.stored_span(shard, unit, span))])
+                part = self.stored_span(shard, unit, span.intersect(inside))
+                kernels.cpu.update.round_bfloat16(self._values[slice(*part)])
 
     def wait(self, block: str | None = None) -> None:
         """Wait until the updated parameters of ``block`` (None: of all blocks) have arrived from their owners.
@@ -928,6 +952,8 @@ class ParameterStore:
         """Let messages with parameters progress. Not collective."""
         if self._coming is not None:
             self._coming[1].test()
+        if self._begun is not None:
+            self._begun.test_first()
         if self._gathering:
             self._gathering[0].poll()
 
@@ -1075,6 +1101,10 @@ class ParameterAllGather:
             self._note()
         return self._arrived == len(self._gatherings)
 
+    def test_first(self) -> None:
+        """Let the messages of the first region progress, before this rank may begin barriers. Not collective."""
+        keep_testing(self._gatherings[0].test)
+
     def wait_requests(self) -> None:
         """Wait until all sends and receives that have begun have ended. Not collective."""
         for gathering in self._gatherings:
@@ -1213,7 +1243,7 @@ def _window_bytes(
     else:
         parameters = window(layout.size)
     if placement.in_rounds:
-        sizes = round_buffer_sizes(layout, grid.node.size, in_place=in_place)
+        sizes = round_buffer_sizes(layout, grid.data.size, in_place=in_place)
         return parameters + grid.node.size * sum(window(size) for size in sizes)
     return parameters + rows * grid.node.size * window(layout.gradient_size)
 

@@ -210,25 +210,41 @@ class Updater:
             Number of threads that this rank uses.
         """
         hypers, divisor, (exact, program) = self.hypers(), divisors.gradients, programs
+        self._average(self._parameters(), rows, exact, divisors)
         if self.optimizer.needs_tensor_norms:
             self._fused_directions(rows, program, divisor, out, hypers)
         else:
 
             def apply(scalars: Sequence[Array]) -> None:
                 divisor, placed = scalars[0], dict(zip(self.groups, scalars[1:], strict=True))
-                for run in self.plain_runs:
-                    w, state = self._run_arrays(run.store, run.state, run.size)
-                    summed = elementwise.RowSum(rows, run.gradient, program, divisor)
-                    self.optimizer.apply_tree(summed, w, state, placed[run.group], threads)
                 for piece in self.tied:
                     total = self._tied_sum(piece, rows, program, divisor)
                     w, state = self._run_arrays(piece.store, piece.state, piece.size)
                     self.optimizer.apply(w, total, state, placed[piece.group], threads)
+                for run in self._in_order(self.plain_runs):
+                    w, state = self._run_arrays(run.store, run.state, run.size)
+                    summed = elementwise.RowSum(rows, run.gradient, program, divisor)
+                    self.optimizer.apply_tree(summed, w, state, placed[run.group], threads)
 
             scalars = divisor, *(self._placed(hypers[group]) for group in self.groups)
             self._recorded(self._fused_updates, apply, (rows, program.tobytes(), threads), scalars)
-        self._average(self._parameters(), rows, exact, divisors)
         self._made()
+
+    def _in_order(self, runs: Iterable[UpdateRun]) -> Iterator[UpdateRun]:
+        """Yield runs in the order of the parameters, and begin to send those that the next forward pass needs first.
+
+        They are sent when this rank has updated them, and progress between the updates of others. All averaged and tied
+        parameters must have been updated before. Nothing is sent here with DDP, whose ranks update all shards of their
+        inter-node group, while an update may be recorded, and with a user's optimizer, which may raise.
+        """
+        able = len(self.shards) == 1 and self.size > _MOST_RECORDED and _computes_by_kernels(self.optimizer)
+        first = self.store.first_region if able and type(self._parameters()) is np.ndarray else None
+        for run in runs:
+            if first is not None and run.store >= first.stop:
+                self.store.begin_all_gather()
+                first = None
+            self.store.poll()
+            yield run
 
     def _fused_directions(
         self, rows: Array, program: Array, divisor: Array, out: Array, hypers: dict[int, Array]
@@ -378,6 +394,7 @@ class Updater:
         if self.watch is not None:
             self.watch(kernels.to_host(reduced))
         hypers = self.hypers()
+        self._take_averages(self._parameters(), reduced)
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}
         if self.optimizer.needs_tensor_norms:
             for run in self.runs:
@@ -391,14 +408,13 @@ class Updater:
 
             def apply(scalars: Sequence[Array]) -> None:
                 placed = dict(zip(self.groups, scalars, strict=True))
-                for run in self.elementwise:
+                for run in self._in_order(self.elementwise):
                     w, state = self._run_arrays(run.store, run.state, run.size)
                     gradient = reduced[run.gradient : run.gradient + run.size]
                     self.optimizer.apply(w, gradient, state, placed[run.group], threads)
 
             scalars = tuple(placed[group] for group in self.groups)
             self._recorded(self._updates, apply, (reduced, threads), scalars)
-        self._take_averages(self._parameters(), reduced)
         self._made()
 
     def _apply_directions(self, directions: Array, hypers: dict[int, Array]) -> None:

@@ -236,7 +236,7 @@ class RankMemory:
             uses = plan.folds[grid.order_index].uses_scratch or (step.scratch == "micro-batches" and any(traffic.jobs))
             added = largest_block(shards.layout) * self._item if uses else 0
             return rows._replace(private=rows.private + (added if step.scratch else self._folded))
-        slots = round_buffer_sizes(shards.layout, grid.node.size, in_place=traffic.training.in_place)
+        slots = round_buffer_sizes(shards.layout, grid.data.size, in_place=traffic.training.in_place)
         buffer = self._shared(*[grid.node.size * paged(size * self._item) for size in slots])
         stack = step.round_plan(grid).rows * sum(shards.gradients[grid.data.rank]) * self._item
         return buffer._replace(private=buffer.private + stack + self._folded)

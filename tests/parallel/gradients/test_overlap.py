@@ -18,11 +18,13 @@ from mpizero.errors import CollectiveMismatch, MpizeroError
 from mpizero.kernels import matmul as products
 from mpizero.nn import Layer
 from mpizero.sharding import params as publication
+from mpizero.sharding import update
 from mpizero.testing import parallel_assert, run_in_threads
 from mpizero.types import EVALUATE
 from tests.faults.jobs import launchers, run_job
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, part, points, sharded, tokens
 from tests.parallel.models import gpt as small_gpt
+from tests.parallel.normalized import network, samples
 from tests.parallel.parallel_layouts import Blocks, gpt, known, texts, with_traps
 
 #: A bucket of 64 float32 values, in MiB: even small models have many.
@@ -189,6 +191,35 @@ def test_the_sums_of_a_unit_travel_while_the_next_one_computes(strategy: str) ->
         assert (blocks, after, messages) == ([False] * 4, False, 0)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_unit_of_more_messages_than_travel_at_a_time_does_not_hold_up_the_next_one(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanges, "EXCHANGE_ELEMENTS", 8)
+    monkeypatch.setattr(exchanges, "IN_FLIGHT", 1)
+    x, y = points(8)
+
+    def left(comm: Any) -> tuple[list[bool], str]:
+        """Whether messages of the units after it wait when a block's backward begins, and the hash."""
+        placed: list[Any] = []
+        found: list[bool] = []
+        plain = mz.nn.MLP(6, (7, 5, 4), 3)
+        noted = {
+            name: lambda block: Noted(block, lambda: found.append(bool(placed[0]._engine.reducer._queue._waiting)))
+            for name in plain.blocks
+        }
+        with sharded(strategy, comm, Blocks(plain, noted), micro_batch=2, ranks_per_node=1) as model:
+            placed.append(model)
+            for _ in range(2):
+                model.train(*part(comm, x, y))
+            return found, str(model.parameters_sha256())
+
+    ((_, expected),) = run_in_threads(1, left)
+    for found, sha256 in run_in_threads(4, left):
+        assert found == [False, True, True, True] * 2
+        assert sha256 == expected
+
+
 def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
     """Of 49, 40, 24 and 15 parameters in buckets of 16 the last are on their way when the second block computes.
 
@@ -209,6 +240,40 @@ def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
 )
 def test_between_steps_that_sum_behind_computing_all_is_as_in_one_process(memory: Any, ways: tuple[str, ...]) -> None:
     same_as_in_one_process("ddp", {**memory, "bucket_mb": FINE}, ways)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip": 0.1}, {"wire": "bfloat16", "wire_parameters": True}, None])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_the_first_parameters_travel_while_the_others_are_updated(
+    strategy: str, settings: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first region has the embedding, to which the head is tied; or (None) the second one has running means."""
+    monkeypatch.setattr(publication, "REGION", 1)
+    monkeypatch.setattr(update, "_MOST_RECORDED", 0)
+    begun: list[int] = []
+    begin = publication.ParameterStore.begin_all_gather
+
+    def noted(store: Any) -> None:
+        begin(store)
+        begun.append(len(store._begun._gatherings))
+
+    monkeypatch.setattr(publication.ParameterStore, "begin_all_gather", noted)
+
+    def run(comm: Any, **memory: Any) -> str:
+        model = network() if settings is None else small_gpt(dim=24, dtype="float32", tied=True)
+        batches = samples(3, 9) if settings is None else [tokens(7, number) for number in range(3)]
+        with sharded(strategy, comm, model, micro_batch=2, **memory, **(settings or {})) as trained:
+            for batch in batches:
+                trained.train(*part(comm, *batch))
+            return str(trained.parameters_sha256())
+
+    expected = run(None)
+    assert not begun
+    for memory in MEMORIES[1:]:
+        assert set(run_in_threads(4, lambda comm, m=memory: run(comm, **m))) == {expected}
+        # Four ranks, three steps; the other regions begin with the next step. DDP sends no parameters.
+        assert begun == [1] * (0 if strategy == "ddp" else 12)
+        begun.clear()
 
 
 class Gate:
