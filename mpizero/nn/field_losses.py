@@ -22,7 +22,7 @@ from mpizero.layout.fields import tree_sum
 from mpizero.nn.fields import on_each, require_field
 from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, times
 from mpizero.nn.space import WHOLE, Space
-from mpizero.nn.space_losses import SpaceLoss
+from mpizero.nn.space_losses import SpaceLoss, numbers_from_zero
 from mpizero.types import Array, Loss
 
 
@@ -124,7 +124,7 @@ class SumLoss(SpaceLoss):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "losses", tuple(self.losses))
-        factors = tuple(require("SumLoss: factors", float(one), number()) for one in self.factors)
+        factors = numbers_from_zero("SumLoss: factors", self.factors, "each loss")
         object.__setattr__(self, "factors", factors)
         odd = [type(one).__name__ for one in self.losses if not isinstance(one, IN_SPACE) or isinstance(one, SumLoss)]
         if odd or not self.losses or len(self.losses) != len(factors):
@@ -192,16 +192,9 @@ class FieldLoss:
                 "averages over elements, such as MeanSquaredError, or RelativeL2Loss or CrossEntropy"
             )
         if self.weights is not None:
-            checked = np.atleast_1d(np.array(self.weights, object))
-            if checked.ndim > 1 or not all(isinstance(one, int | float | np.number) for one in checked):
-                given = " ".join(repr(self.weights).split())
-                raise ConfigError(
-                    f"FieldLoss: weights={given:.80}: expected a number for each position along the first axis"
-                )
-            object.__setattr__(
-                self, "weights", tuple(require("FieldLoss: weights", float(one), number()) for one in checked)
-            )
-            require("FieldLoss: the sum of the weights", sum(self.weights), number(above=True))
+            values = numbers_from_zero("FieldLoss: weights", self.weights, "each position along the first axis")
+            object.__setattr__(self, "weights", values)
+            require("FieldLoss: the sum of the weights", sum(values), number(above=True))
 
     @property
     def _space(self) -> Space:

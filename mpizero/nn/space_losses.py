@@ -114,7 +114,7 @@ class SpectralLoss(SpaceLoss):
                 "each axis of space"
             )
         if self.weights is not None:
-            values = tuple(require("SpectralLoss: weights", float(one), number()) for one in self.weights)
+            values = numbers_from_zero("SpectralLoss: weights", self.weights, "each rounded norm of wavenumbers")
             object.__setattr__(self, "weights", values)
 
     def _factors(self, highest: tuple[int, ...], positions: int) -> Array:
@@ -251,12 +251,14 @@ class ResidualLoss(SpaceLoss):
     def __post_init__(self) -> None:
         if not callable(self.residual):
             raise ConfigError(f"ResidualLoss: residual={self.residual!r:.80} must be a function of the terms")
-        odd = [term for term in self.terms if term not in ("u", "target") and not _orders(term)]
-        if isinstance(self.terms, str) or odd or not set(self.terms) - {"target"}:
+        terms = (self.terms,) if isinstance(self.terms, str) else tuple(self.terms)
+        odd = [term for term in terms if term not in ("u", "target") and not _orders(term)]
+        if isinstance(self.terms, str) or odd or not set(terms) - {"target"}:
             raise ConfigError(
                 f'ResidualLoss: terms={self.terms!r} is not allowed; give a tuple such as ("u", "x", "xx", "xy", '
                 '"target"), with at most two letters for each axis'
             )
+        object.__setattr__(self, "terms", terms)
         for one in on_each(self.spacing, 1):
             require("ResidualLoss: spacing", one, number(above=True))
 
@@ -346,6 +348,17 @@ class ResidualLoss(SpaceLoss):
             )
         cast: Array = y.astype(dtype, copy=False)
         return cast
+
+
+def numbers_from_zero(where: str, given: Any, each: str) -> tuple[float, ...]:
+    """Return finite numbers from 0 as a tuple; raise :class:`ConfigError` for anything else.
+
+    ``where`` names the setting in the message, ``each`` what has a number.
+    """
+    checked = np.atleast_1d(np.array(given, object))
+    if checked.ndim > 1 or not all(isinstance(one, int | float | np.number) for one in checked):
+        raise ConfigError(f"{where}={' '.join(repr(given).split()):.80}: expected a number for {each}")
+    return tuple(require(where, float(one), number()) for one in checked)
 
 
 def _parsed(where: str, target: Any, prediction: Array) -> tuple[Array, Array, WeightedTarget]:

@@ -259,6 +259,8 @@ def residual_of(function: Any, u: Any = None, **settings: Any) -> Any:
         ),
         (lambda: nn.SpectralLoss(-1), "frequencies=-1 is not allowed"),
         (lambda: nn.SpectralLoss(2, [1, -1]), "weights=-1"),
+        (lambda: nn.SpectralLoss(2, "ab"), "weights='ab': expected a number for each rounded norm"),
+        (lambda: nn.SumLoss([nn.MeanSquaredError()], [None]), r"factors=\[None\]: expected a number for each loss"),
         (lambda: nn.SpectralLoss(2).forward(np.zeros((1, 8, 1)), np.zeros((1, 8, 1))), r"FieldLoss\(SpectralLoss"),
         (lambda: nn.ResidualLoss(None, ("u",)), "residual=None must be a function"),
         *(
