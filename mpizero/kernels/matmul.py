@@ -80,7 +80,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], o
 
 def _by_numpy(chosen: KernelProducts | BlasLibrary | None, a: Array, b: Array, out: Array | None) -> Array:
     """Multiply by NumPy; if all other products are computed by this package's kernel, count it and print a notice."""
-    if out is None and a.ndim == b.ndim == 2:
+    if out is None and a.ndim == b.ndim == 2 and type(a) is type(b) is np.ndarray:  # a subclass makes its own result
         out = np.empty((a.shape[0], b.shape[1]), np.result_type(a, b))
     result: Array = np.matmul(a, b) if out is None else recording.call(np.matmul, a, b, out)
     if isinstance(chosen, KernelProducts):
