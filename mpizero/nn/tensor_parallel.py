@@ -407,7 +407,7 @@ class ColumnLinear(SplitLinearBase):
             sum_rows(pending, grads["bias"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the products with this rank's columns, for one sample of ``shape``.
+        """Count the operations of products with this rank's columns of the weight, for one sample of ``shape``.
 
         Not collective.
         """
@@ -492,7 +492,10 @@ class RowLinear(SplitLinearBase):
             sum_rows(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), grads["bias"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""
+        """Count the operations of products with this rank's rows of the weight, for one sample of ``shape``.
+
+        Not collective.
+        """
         return linear_operations(prod(shape[:-1]), self.local_size, self.whole.outputs)
 
 
@@ -586,7 +589,10 @@ class SplitProjection(SplitForm):
         matmul(pending.T, inputs, grads["weight"], poll_of(params))
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""
+        """Count the operations of products with this rank's rows of the weight, for one sample of ``shape``.
+
+        Not collective.
+        """
         return linear_operations(prod(shape[:-1]), self.whole.features, size_of(self.ranges))
 
 
@@ -1076,7 +1082,7 @@ class JoinedLoss:
         return loss_sum, weight, (cache, join)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Return ``scale`` times the gradient of the loss sum with respect to this rank's part. Not collective."""
+        """Return ``scale`` times the loss sum's gradient, for this rank's part of the prediction. Not collective."""
         inner, join = cache
         gradient: Array = join.take(self.loss.backward(inner, scale))
         return gradient

@@ -131,7 +131,7 @@ def _state_arrays(
 
 
 def _global_arrays(folder: str, specs: Iterable[ParameterSpec], real: np.dtype[Any]) -> dict[str, SavedArray]:
-    """Return, by parameter name, the arrays of the whole model that ``specs`` describe, without pieces.
+    """Describe, by name, the whole array of each parameter in ``specs``; the ranges that a rank holds are added later.
 
     ``folder`` is the first part of the arrays' names in the checkpoint, such as ``parameters``.
     """
@@ -139,7 +139,7 @@ def _global_arrays(folder: str, specs: Iterable[ParameterSpec], real: np.dtype[A
 
 
 def _add(arrays: Mapping[str, SavedArray], piece: ArrayPiece, wanted: Callable[[ParameterSpec], bool]) -> None:
-    """Add a piece to its array if its parameter is ``wanted``."""
+    """Add a piece (a range that this rank holds) to the description of its array, if its parameter is ``wanted``."""
     if wanted(piece.spec):
         arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
 
