@@ -471,7 +471,7 @@ def dynamic_parts(grains: range, workers: int) -> tuple[range, ...]:
 
 
 def dynamic_rows(parts: Sequence[range], workers: int, total: int) -> int:
-    """Return the number of rows that each of ``workers`` ranks needs to take ``parts``, in a sum of ``total`` grains.
+    """Return how many rows each of ``workers`` ranks needs to take the ``parts`` of a sum of ``total`` grains.
 
     A row holds one partial sum. A rank keeps the sums of the parts that it has taken; the sums of two parts that are
     children of one tree node become one sum. To take a part of ``2**k`` grains, a rank needs up to k + 1 free rows;

@@ -397,7 +397,7 @@ class TileViews(dict[str, Any]):
 
 
 class _Cut(NamedTuple):
-    """Describe which elements of a parameter's array on a rank belong to which of its tiles.
+    """Describe which elements of a parameter's array on a rank belong to which of the rank's tiles (virtual ranks).
 
     The array is seen as a matrix, whose rows are the axes before the one that is split. Each tile has one or several
     ranges of the columns.
@@ -473,7 +473,7 @@ class _Copied(NamedTuple):
 
 @dataclass(frozen=True)
 class TileParameters:
-    """Divide the parameters of a block that a rank holds among the rank's tiles.
+    """Divide the parameters of a block that a rank holds among the rank's tiles (virtual ranks).
 
     Parameters
     ----------
@@ -737,7 +737,7 @@ class _Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class TiledBlock(Layer):
-    """Run the split forms of a block for all tiles of a rank, by :func:`run_in_turns`.
+    """Run the split forms of a block for all tiles (virtual ranks) of a rank, by :func:`run_in_turns`.
 
     Parameters
     ----------
@@ -929,7 +929,7 @@ def _hosted(group: Group, size: int) -> Hosted:
 
 @dataclass(frozen=True)
 class TiledLoss:
-    """Compute the loss of the parts of predictions that a rank's tiles hold.
+    """Compute the loss of the parts of predictions that a rank's tiles (virtual ranks) hold.
 
     Parameters
     ----------
@@ -969,7 +969,7 @@ class TiledLoss:
 
 @dataclass(frozen=True, eq=False)
 class TiledModel:
-    """Hold the split forms of a model for all tiles of a rank, as one model of blocks.
+    """Hold the split forms of a model for all tiles (virtual ranks) of a rank, as one model of blocks.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ class SentParameter(NamedTuple):
 
 
 def speaks_for(spec: ParameterSpec, where: Coordinates) -> bool:
-    """Tell whether values of a parameter are read from the rank at ``where``, which holds it as ``spec``.
+    """Tell whether values of a parameter are read from the rank at ``where``; ``spec`` describes what that rank holds.
 
     Slices are read from every tensor rank. Of a parameter that all tensor ranks hold whole, only the values on tensor
     rank 0 are read. A copy of another stage's parameter is never read.
@@ -271,7 +271,7 @@ class GlobalView:
 
 
 def take(spec: ParameterSpec, full: Array, start: int, out: Array) -> None:
-    """Fill ``out`` with elements of the parameter that a rank holds as ``spec``, from ``full``, the whole parameter.
+    """Fill ``out`` with elements of what a rank holds (``spec``) of a parameter, from ``full``, the whole parameter.
 
     ``start`` is the index of the first element to fill, counted in what the rank holds: the whole parameter or a slice.
     """

@@ -638,7 +638,7 @@ class RowReader:
 
 
 def _take(piece: ArrayPiece, window: Array, where: Span) -> None:
-    """Copy the elements of ``window`` that belong to ``piece``, a piece of a slice, into the piece.
+    """Copy from ``window`` to the array of ``piece`` those elements that it has of this rank's slice.
 
     ``window`` holds complete rows of the whole array; ``where`` is the range of elements of these rows in the array.
     """
