@@ -690,7 +690,7 @@ class BlockLocks:
 
     @contextmanager
     def hold(self, block: int) -> Iterator[None]:
-        """Hold the lock of a block during the ``with`` block. Not collective."""
+        """Hold lock number ``block`` during the ``with`` block. Not collective."""
         self._set(fcntl.F_WRLCK, block)
         try:
             yield

@@ -294,7 +294,7 @@ class ExactExchange:
         return Arriving(request, unpack, segment.windows[me], rounded=self.rounded)
 
     def _in_place(self, rows: RowsToSum) -> Iterator[RowRange]:
-        """Yield a RowRange for each range of elements that this rank, of the only group, owns."""
+        """Yield a :class:`RowRange` for each range that this rank owns, if there is one node and nothing is sent."""
         for position, span in span_positions(rows.ranges[0]):
             for part, exact in span.split(rows.exact) if self.rounded else [(span, True)]:
                 at = position + part.start - span.start

@@ -1008,7 +1008,7 @@ class ZarrSource(FileSource):
 
 
 def _zarr_attributes(array: Any) -> dict[str, Any]:
-    """Return an array's attributes; in stores of version 2 xarray keeps ``_FillValue`` as the array's fill value."""
+    """Return an array's attributes. In stores of version 2, ``_FillValue`` is the fill value, as xarray writes it."""
     attributes = dict(array.attrs)
     if "_ARRAY_DIMENSIONS" in attributes and array.metadata.zarr_format == 2 and array.fill_value is not None:
         attributes.setdefault("_FillValue", array.fill_value)

@@ -81,12 +81,12 @@ class Supervisor:
 
     @property
     def tick(self) -> float:
-        """Seconds between two calls of a listener that has not returned a longer pause."""
+        """Seconds between two calls of a listener that has not returned a longer pause: the least of all listeners."""
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
     def is_running(self) -> bool:
-        """True while the thread runs; False also if it could not start, because of the user's limit of threads."""
+        """True while the supervisor's thread runs; False also if it could not start, at the user's limit of threads."""
         return self._thread is not None and self._thread.is_alive()
 
     def add(self, listener: Listener, tick: float = TICK) -> None:
@@ -119,7 +119,7 @@ class Supervisor:
             thread.join(1.0)
 
     def stop(self) -> None:
-        """Remove all listeners, which ends the thread."""
+        """Stop calling all listeners; without any, the supervisor's thread ends."""
         for listener in tuple(self._listeners):
             self.remove(listener)
 
@@ -229,10 +229,10 @@ def transfers_in_progress(traces: Iterable[CallTrace], since: Callable[[float], 
 
 
 class Heartbeat:
-    """Write the status record of this rank to its status tables at every tick of the supervisor.
+    """Write the status record of this rank periodically to its status tables, which other ranks read.
 
     A status record is a dictionary that a rank writes about itself. The function ``context`` returns further entries of
-    the record, such as the training step.
+    the record, such as the training step. The :class:`Supervisor` says when to write.
     """
 
     def __init__(

@@ -324,7 +324,7 @@ def _sums(
 def write_rows(
     stack: Any, at: Any, partial: Any, depth: Any, row: Any, height: Any, block: Any, wide: Any
 ) -> None:  # fmt: skip
-    """Write a unit's sums, blocks of ``wide`` columns in ``stack[0]``, to ``height`` rows of ``partial[depth]``."""
+    """Write the sums of ``height`` rows, blocks of ``wide`` columns in ``stack[0]``, to ``partial[depth]``."""
     columns, panel = partial.shape[2], 0
     while panel * wide < columns:
         for i in range(height):
@@ -357,7 +357,7 @@ def pack_panels(
 def pack_rows(
     x: Any, at: Any, x_lines: Any, line: Any, lines: Any, count: Any, step: Any, left: Any, height: Any, high: Any
 ) -> None:  # fmt: skip
-    """Copy ``height`` elements of ``x`` at each position of ``lines`` lines to ``left``, ``high`` for a position."""
+    """Copy ``height`` elements of ``x`` at each position of ``lines`` lines to ``left``, ``high`` elements apart."""
     for i in range(lines):
         source, to = x_lines[line + i] + at, i * count * high
         for k in range(count):
@@ -376,8 +376,8 @@ def block_sums(
     """Add a block of a weight gradient, ``height`` rows of ``wide`` elements, to ``stack`` from index ``place`` on.
 
     An element is the sum, over ``count`` positions in each of ``lines`` lines, of an element of ``x`` times one of
-    ``dy``. Line i begins in ``x`` at ``x_lines[first + i]``; row r takes the element ``at + r`` after each position.
-    ``dy`` is read from a panel of ``packed``: see :func:`pack_panels`.
+    ``dy``. Line i begins in ``x`` at ``x_lines[first + i]``; the element of row r lies ``at + r`` elements after a
+    position. ``dy`` is read from a panel of ``packed``: see :func:`pack_panels`.
     """
     narrow = wide < tile_columns(packed.itemsize)
     high, low = (2 * HIGH, 2 * LOW) if narrow else (HIGH, LOW)
@@ -455,7 +455,7 @@ def _position_sums(dy: Array, boxes: Array, stack: Array, out: Array) -> None:
 
 
 def _elements(x: Array, run: int, length: int) -> Any:
-    """Return a run's elements of all windows, as a matrix (positions, length)."""
+    """Return the elements of a run (contiguous part of a window) in all windows, as a matrix (positions, length)."""
     first: Any = as_strided(x, (*x.shape[:4], run + length), (*x.strides[:4], x.itemsize))
     return first[..., run:].reshape(-1, length)
 

@@ -119,7 +119,7 @@ def library() -> KernelProducts | BlasLibrary | None:
 
 
 def foreign_products() -> str:
-    """Say what multiplies in place of this package's kernel, and why; "" if the kernel does."""
+    """Say which library multiplies matrices in place of this package's kernel, and why; "" if the kernel does."""
     chosen = library()
     if isinstance(chosen, KernelProducts):
         return "; ".join(chosen.by_numpy)
@@ -388,7 +388,8 @@ def pack_right(
 ) -> None:  # fmt: skip
     """Copy ``terms`` rows of ``columns`` elements, from index ``at`` of ``b`` on, to index ``right`` of ``memory``.
 
-    The remaining columns of a tile become 0. If rows of ``b`` are contiguous, ``panels`` panels are copied together.
+    If a tile of the product has more than ``columns`` columns, the others become 0. If rows of ``b`` are contiguous,
+    ``panels`` panels are copied together.
     """
     wide, packed = tile_columns(b.itemsize), 0
     if columns == wide and by_rows:

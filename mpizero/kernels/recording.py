@@ -30,7 +30,7 @@ ACTIVE: dict[int, Recording] = {}
 
 
 class Recording:
-    """Collect the calls of this thread inside a ``with`` block.
+    """Collect what this thread calls by :func:`call`, such as kernels, inside a ``with`` block, to repeat it.
 
     Parameters
     ----------

@@ -186,7 +186,7 @@ def node_blocks(grid: NodeOrder, count: int) -> list[range]:
 
 
 def max_dynamic_rows(grid: NodeOrder, count: int) -> int:
-    """Return the most rows that ranks of any node need to compute ``count`` grains by dynamic scheduling."""
+    """Return the most rows (for partial sums) that a rank needs if ``count`` grains are scheduled dynamically."""
     sizes = zip(node_blocks(grid, count), grid.group_sizes, strict=True)
     return max(dynamic_rows(dynamic_parts(block, size), size, count) for block, size in sizes)
 

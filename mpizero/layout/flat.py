@@ -53,7 +53,7 @@ class Span(NamedTuple):
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by: int) -> Span:
-        """Return this range with ``by`` added to its start and to its stop."""
+        """Return this range moved by ``by`` elements."""
         return Span(self.start + by, self.stop + by)
 
     def split(self, chosen: Iterable[Span]) -> Iterator[tuple[Span, bool]]:
@@ -138,7 +138,7 @@ class Unit:
 
     @property
     def aliases(self) -> tuple[ParameterUse, ...]:
-        """The tied uses: the entries of this unit that use a parameter which was declared earlier."""
+        """The entries of this unit that use a parameter which was declared earlier (tied uses)."""
         return tuple(entry for entry in self.entries if entry.spec.tied is not None)
 
     @cached_property
@@ -148,7 +148,7 @@ class Unit:
 
     @cached_property
     def gradient_ranges(self) -> dict[str, tuple[Span, ...]]:
-        """The ranges of each block's gradients in the unit's gradient space, by the block's name.
+        """The ranges of each block's gradients in the array of the unit's gradients, by the block's name.
 
         Gradients that follow one another without a gap form one range.
         """
@@ -304,17 +304,17 @@ class FlatLayout:
 
     @cached_property
     def entries(self) -> tuple[ParameterUse, ...]:
-        """All uses of parameters, tied ones included, in declared order."""
+        """All uses of parameters by blocks, in declared order; a tied parameter has several."""
         return tuple(entry for unit in self.units for entry in unit.entries)
 
     @cached_property
     def parameters(self) -> tuple[ParameterUse, ...]:
-        """The first use of every parameter, without tied uses, in declared order."""
+        """The first use of every parameter, in declared order; the further uses of tied parameters are left out."""
         return tuple(entry for entry in self.entries if entry.spec.tied is None)
 
     @cached_property
     def by_name(self) -> dict[str, ParameterUse]:
-        """The first use of every parameter, by the parameter's global name."""
+        """For every parameter, by global name, its first use; a tied parameter has more than one."""
         return {entry.spec.name: entry for entry in self.parameters}
 
     @cached_property
@@ -333,7 +333,7 @@ class FlatLayout:
 
     @cached_property
     def averages(self) -> tuple[Span, ...]:
-        """The ranges of averaged parameters (``spec.averaged``) in the vector of the gradients of all units."""
+        """The ranges of averaged parameters (``spec.averaged``) in the vector of all units' gradients."""
         return self.gradients_of(lambda entry: entry.spec.averaged)
 
     def gradients_of(self, chosen: Callable[[ParameterUse], bool]) -> tuple[Span, ...]:
@@ -375,7 +375,7 @@ class FlatLayout:
         return sum(unit.gradients for unit in self.units)
 
     def shards(self, part: int, parts: int) -> tuple[Span, ...]:
-        """Return, for each unit, the range of the flat array that owner ``part`` (from 0) of ``parts`` owners holds."""
+        """Return, for each unit, the range of the flat array that rank ``part`` (from 0) of ``parts`` ranks owns."""
         spans = []
         for unit in self.units:
             shard = Partition(unit.span.size, parts).shard(part)
@@ -383,7 +383,7 @@ class FlatLayout:
         return tuple(spans)
 
     def gradient_spans(self, unit: Unit, shards: Sequence[Span]) -> tuple[Span, ...]:
-        """Return the ranges of a unit's gradient space whose parameters one owner holds.
+        """Return the ranges of a unit's gradients whose parameters one owner (rank that updates them) holds.
 
         ``shards`` are the owner's ranges of the flat array, one per unit, as :meth:`shards` returns them. The first
         range returned is that of the unit's own parameters. One range for each tied use that is not frozen follows; a
@@ -418,7 +418,7 @@ class FlatLayout:
         return tuple(regions)
 
     def pieces(self, span: Span) -> Iterator[tuple[ParameterUse, Span]]:
-        """Yield (parameter, range of the overlap) for each parameter that overlaps a range of the flat array."""
+        """Yield each parameter that overlaps the range ``span`` of the flat array, and the range of the overlap."""
         for entry in self.parameters[bisect_right(self._stops, span.start) :]:
             if entry.offset >= span.stop:
                 break

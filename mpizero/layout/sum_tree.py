@@ -83,7 +83,7 @@ class Leaves:
         return 1 << (self.parts - 1).bit_length()
 
     def number(self, part: int) -> int:
-        """Return the index of the leaf that a part is."""
+        """Return the index of the tree's leaf for part number ``part``, counted over all grains."""
         return part if self.wide == self.parts else part // self.parts * self.wide + part % self.parts
 
     @cached_property
@@ -138,7 +138,7 @@ def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int | Leaves) -> tup
 
 
 def evaluate(program: Program, values: Sequence[float] | Array) -> float:
-    """Return the sum that a program computes if row v is the number ``values[v]``. An empty program gives 0."""
+    """Return the sum that a tree program computes if row v is the number ``values[v]``. An empty one gives 0."""
     stack: list[float] = []
     for v in program:
         if v >= 0:
@@ -193,7 +193,7 @@ class FoldPlan:
 
     @property
     def uses_scratch(self) -> bool:
-        """Tell whether the gradient of some grain is written to no row."""
+        """Tell whether a rank writes some grain's gradient to the scratch array, instead of a row of its own."""
         return any(fold.row is None for fold in self.folds)
 
 
@@ -224,7 +224,7 @@ class Folding:
         self._leaves, self._limit = Leaves.of(total), limit
 
     def add(self, grain: int) -> FoldStep:
-        """Return the step for the next grain; its index ``grain`` must be greater than that of every earlier grain."""
+        """Return where the gradient of the next grain, whose index is greater than all before, is written and added."""
         taken = {row for _, row in self.sums}
         node, targets = _climb(TreeNode(0, self._leaves.number(grain)), self._leaves), list[int]()
         while node.position % 2 and self.sums and self.sums[-1][0] == TreeNode(node.level, node.position - 1):
@@ -471,7 +471,7 @@ def dynamic_parts(grains: range, workers: int) -> tuple[range, ...]:
 
 
 def dynamic_rows(parts: Sequence[range], workers: int, total: int) -> int:
-    """Return the number of rows that each of ``workers`` ranks needs to take ``parts``, in a sum of ``total`` grains.
+    """Return how many rows each of ``workers`` ranks needs to take the ``parts`` of a sum of ``total`` grains.
 
     A row holds one partial sum. A rank keeps the sums of the parts that it has taken; the sums of two parts that are
     children of one tree node become one sum. To take a part of ``2**k`` grains, a rank needs up to k + 1 free rows;
@@ -493,7 +493,7 @@ def dynamic_rows(parts: Sequence[range], workers: int, total: int) -> int:
 
 
 def rows_of_part(part: range) -> int:
-    """Return how many rows a rank needs to compute a part, besides the rows of the partial sums that it keeps."""
+    """Return how many free rows (for one partial sum each) a rank needs to add up the gradients of a part's grains."""
     return _level(part) + 1
 
 

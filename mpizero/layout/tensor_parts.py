@@ -140,7 +140,7 @@ def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
 
 
 def local_ranges(ranges: Ranges, local: Ranges) -> Ranges:
-    """Return the intersection of ``ranges`` and ``local``, as ranges of the concatenation of ``local``."""
+    """Return what ``ranges`` and ``local`` have in common, as ranges of the concatenation of ``local``."""
     before = list(accumulate((stop - start for start, stop in local), initial=0))
     return tuple(
         (max(low, start) - start + first, min(high, stop) - start + first)
@@ -207,7 +207,7 @@ def part_runs(part: Part, shape_local: Sequence[int], start: int, stop: int) -> 
 def row_runs(rows: PartRows, start: int, stop: int) -> Iterator[PartRun]:
     """Cut elements ``start:stop`` of a part into the longest runs that are contiguous in the whole parameter.
 
-    ``rows`` says which elements of each row belong to the part. :func:`part_runs` does the same for a ``Part``.
+    The part is given by ``rows``: which elements of each row belong to it. :func:`part_runs` takes a :class:`Part`.
     """
     if start == stop:
         return

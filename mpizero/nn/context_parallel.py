@@ -100,7 +100,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Cut a sequence into 2 * ranks chunks by the shard rule; rank r holds chunks r and 2 * ranks - 1 - r.
+    """Cut a sequence into 2 * ranks chunks of about equal length; rank r holds chunks r and 2 * ranks - 1 - r.
 
     With this cut all ranks compute about as many unmasked scores, in total and also with the keys of any one rank (in
     one step of ring attention). The counts of positions on two ranks differ by one at most.

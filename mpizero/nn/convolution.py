@@ -192,7 +192,7 @@ def _windows(x: Array, first: Sequence[int], steps: Sequence[int], counts: Seque
 
 
 def _runs(x: Array, offsets: Sequence[Sequence[int]]) -> tuple[Array, int]:
-    """Return the runs of a window of a field (or of one group's channels) with the given taps on each axis."""
+    """Return the runs (contiguous elements) of a window with the given taps on each axis, and their length."""
     return merged(offsets, [stride // x.itemsize for stride in x.strides[1:-1]], x.shape[-1])
 
 

@@ -121,7 +121,7 @@ class DomainDropout(_InDomain, Dropout):
         return self._masked(x, run, extents), (run, extents)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return ``dy`` with the mask applied, and None."""
+        """Return ``dy`` with the forward pass's mask, and None, as there are no weights."""
         if not isinstance(cache, tuple):
             return super().backward_input(params, cache, dy)
         return self._masked(dy, *cache), None

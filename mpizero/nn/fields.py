@@ -240,7 +240,7 @@ class MaxPool(Pool):
         return y, (places, extents)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``, and None. Each window's gradient goes to the place of its maximum."""
+        """Return the gradient of ``x``, where only maxima of windows have one, and None, as there are no weights."""
         places, extents = cache
         return self._gradient(dy, extents, kernels.max_pool_backward, places), None
 
@@ -288,7 +288,7 @@ class AvgPool(Pool):
         return y, extents
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``, and None. Each window's gradient is divided equally among its positions."""
+        """Return the gradient of ``x``, each window's shared by its positions, and None, as there are no weights."""
         return self._gradient(dy, cache, kernels.mean_pool_backward), None
 
 
@@ -356,7 +356,7 @@ class Upsample(FieldLayer):
         ), extents
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``, and None."""
+        """Return the gradient of ``x``, and None, as there are no weights."""
         factors, reach = on_each(self.factor, len(cache)), int(self.mode == "linear")
         fine = tuple(n * factor for n, factor in zip(cache, factors, strict=True))
 
@@ -871,7 +871,7 @@ class Concatenate(Composite, FieldLayer):
         return (*shape[:-1], shape[-1] + self.layer.output_shape(shape)[-1])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the layer's operations for one sample of ``shape``."""
+        """Return the layer's floating-point operations for one sample of ``shape``."""
         return self.layer.operations(shape)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:

@@ -95,7 +95,7 @@ class Linear(Affine):
         return (weight, ParameterSpec("bias", (self.outputs,), decay=False)) if self.bias else (weight,)
 
     def product(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return ``x @ weight`` without the bias, for ``x`` (..., inputs), in the weight's dtype, and the cache."""
+        """Return ``x @ weight``, in the weight's dtype and without the bias, and the cache; ``x`` is (..., inputs)."""
         weight = params["weight"]
         rows = as_rows(x, self.inputs, weight.dtype, "Linear")
         return matmul(rows, weight, between=poll_of(params)).reshape(*x.shape[:-1], self.outputs), rows
@@ -230,7 +230,7 @@ class Activation(Layer):
         return self.forward({}, x)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return ``dy`` multiplied by the derivative of the activation, and None."""
+        """Return ``dy`` multiplied by the derivative of the activation, and None, as there are no weights."""
         xp = namespace(cache)
         dx = xp.empty_like(cache)
         self._multiply(cache, contiguous(dy), dx)
@@ -559,7 +559,7 @@ class Dropout(Layer):
         return self.mask(x, run), run
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return ``dy`` with the forward pass's mask, which is drawn again, and None."""
+        """Return ``dy`` with the forward pass's mask, which is drawn again, and None, as there are no weights."""
         return (dy if cache is None else self.mask(dy, cache)), None
 
     def drops(self, x: Array, run: Run) -> bool:
@@ -626,7 +626,10 @@ class Frozen(Wrapper):
         return tuple(replace(spec, trainable=False) for spec in self.layer.specs())
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of the wrapped layer's input, and None. Collective if the layer is split."""
+        """Return the gradient of the wrapped layer's input, and None, as no weight is trained.
+
+        Collective if it is split.
+        """
         return self.layer.backward_input(params, cache, dy)[0], None
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:

@@ -448,7 +448,7 @@ class Select(Layer):
         return y, None
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return a copy of ``dy``, with zeros for the features that are not active, and None."""
+        """Return a copy of ``dy``, with zeros for features that are not active, and None, as there are no weights."""
         return self.forward({}, dy)
 
 

@@ -312,7 +312,7 @@ class _Pass:
                 self._prove_backward(pending, grads, calls)
 
     def prove(self) -> None:
-        """Refuse the block if the forward recording differs from the layer: see [Note: proof of a recording]."""
+        """Give up recording if the forward recording differs from the layer: see [Note: proof of a recording]."""
         x, before, run = self._x, self._x.copy(), self._run
         other = replace(run, step=run.step + 1, first_sample=run.first_sample + len(x))
         with self._trial([(x, before)]):
@@ -326,7 +326,7 @@ class _Pass:
             self.calls.repeat(run)
 
     def _prove_backward(self, back: _Backward, grads: Params, calls: Recording) -> None:
-        """Refuse the block if the recorded backward pass differs from the layer's, for another gradient ``dy``."""
+        """Give up recording if the recorded backward pass differs from the layer's, for another gradient ``dy``."""
         views = dict(flat_names(grads))
         with self._trial([(array, array.copy()) for array in (back.dy, *views.values())]):
             back.dy[...] = _trial_values(back.dy)
@@ -349,7 +349,7 @@ class _Pass:
 
     @contextmanager
     def _trial(self, contents: Sequence[tuple[Array, Array]]) -> Iterator[None]:
-        """Restore the contents of arrays after a trial with made-up numbers; an error in the trial refuses the block.
+        """Restore the contents of arrays after a trial with made-up numbers; give up recording if the trial raises.
 
         Only errors of communication, which a poll may raise, are raised.
         """

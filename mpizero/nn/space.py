@@ -45,7 +45,7 @@ class DomainGroup(Group, Protocol):
 
 
 class Space:
-    """Hold the whole space of fields on one rank."""
+    """Describe which positions of fields this rank has: all; the subclass :class:`Domain` cuts space over ranks."""
 
     rank = 0
 
@@ -134,7 +134,7 @@ class Space:
         )
 
     def _exchange(self, x: Array, move: HaloPlan, out: Array, tag: str) -> None:
-        """Write what other ranks have to ``out``."""
+        """Write to ``out`` the values at positions that other ranks have, as ``move`` says."""
 
     def _add_copies(self, dy: Array, move: HaloPlan, out: Array, tag: str) -> None:
         """Add to ``out`` what all ranks hold in ``dy`` at copies of this rank's positions."""
@@ -330,7 +330,7 @@ class Domain(Space):
                 first += view.size
 
     def add_up(self, nodes: Array, tag: str) -> Array:
-        """Return this rank's share of the sum: a slice of it, and zeros elsewhere. Collective."""
+        """Return this rank's share of a sum over space: its slice of the sum, and zeros in all others. Collective."""
         flat = nodes.reshape(len(nodes), -1)
         shards = self.shards(flat.shape[1])
         share: Array = np.zeros(flat.shape[1], flat.dtype)
@@ -338,7 +338,7 @@ class Domain(Space):
         return share.reshape(nodes.shape[1:])
 
     def reduce_scatter(self, nodes: Array, axis: int, shards: Sequence[slice], tag: str) -> Array:
-        """Return this rank's shard of the sum, added up by the binary tree. Collective."""
+        """Return this rank's shard of a sum over space, added up by the binary tree. Collective."""
         nodes_of = [self.cut.nodes(rank) for rank in range(self.group.size)]
         parts = [nodes[(slice(None), *(slice(None),) * axis, shard)] for shard in shards]
         counts = np.outer([*map(len, nodes_of)], [part[0].size for part in parts])
@@ -454,7 +454,7 @@ def _transfer(
     numbers = {cut.coordinates(other): other for other in range(cut.size)}
 
     def pieces(of: int) -> list[tuple[int, Any, Any, int]]:
-        """Return for each piece that a rank wants: the rank that has it, where it is there, where it goes, its size."""
+        """Return, for each piece that rank ``of`` needs: the rank that has it, its slices there and here, its size."""
         by_axis = [axis[i] for axis, i in zip(found, target.coordinates(of), strict=True)]
         return [
             (

@@ -135,11 +135,12 @@ class SpectralConv(FieldLayer):
 
     As in neuraloperator, ``modes`` frequencies of each axis are kept, of the last axis those from 0 to ``modes // 2``:
     the modes of a real field at negative ones are conjugates. Where ``modes`` is even, the lowest frequency of another
-    axis, ``-modes // 2``, has no positive counterpart. The imaginary part of the results is ignored where the inverse
-    transform has none: at frequency 0 of the last axis, and at half of an even extent. Parameter of the layer is
-    ``weight``, ``(*modes, last modes // 2 + 1, 2, inputs, outputs)``: real and imaginary parts of the matrices. Inputs
-    are (samples, space, inputs), on the CPU, outputs (samples, space, outputs), in the parameters' dtype, float32 or
-    float64. (Li et al., *Fourier neural operator*, 2021, section 4.) No method is collective.
+    axis, ``-modes // 2``, has no positive counterpart. The inverse transform of the last axis, which comes after those
+    of the other axes, ignores the imaginary part at frequency 0 and, if the axis has an even number n of positions, at
+    frequency n / 2. Parameter of the layer is ``weight``, ``(*modes, last modes // 2 + 1, 2, inputs, outputs)``: real
+    and imaginary parts of the matrices. Inputs are (samples, space, inputs), on the CPU, outputs (samples, space,
+    outputs), in the parameters' dtype, float32 or float64. (Li et al., *Fourier neural operator*, 2021, section 4.) No
+    method is collective.
 
     Parameters
     ----------
@@ -213,7 +214,7 @@ class SpectralConv(FieldLayer):
             )
 
     def _bases(self, extents: Sequence[int], dtype: np.dtype[Any]) -> Bases:
-        """Return the bases of three axes at this rank's positions."""
+        """Return the values of each axis's Fourier basis functions at this rank's positions, for three axes."""
         rows = zip(self.periods(extents), self.modes, self._space.box(extents), strict=True)
         last = len(self.modes) - 1
         found = [
@@ -225,11 +226,11 @@ class SpectralConv(FieldLayer):
         return one, two, three
 
     def _frequencies(self) -> slice:
-        """Return the range of this rank's frequencies of the last axis."""
+        """Return the range of those frequencies of the last axis whose modes this rank multiplies."""
         return self._space.shards(self.modes[-1] // 2 + 1)[self._space.rank]
 
     def _functions(self) -> list[slice]:
-        """Return for each rank the range of the last axis's basis functions that have the rank's frequencies."""
+        """Return, for each rank, the range of the last axis's cosines and sines that have the rank's frequencies."""
         shards = self._space.shards(self.modes[-1] // 2 + 1)
         return [slice(max(2 * shard.start - 1, 0), max(2 * shard.stop - 1, 0)) for shard in shards]
 
@@ -265,7 +266,7 @@ class SpectralConv(FieldLayer):
         return np.ascontiguousarray(own).reshape(prod(own.shape[:2]), *weight.shape[-3:])
 
     def _by_axis(self, products: Array) -> Array:
-        """Return the products (modes, 2 samples, channels) as modes: (2, samples, modes of three axes, channels)."""
+        """Reshape the products (modes, 2 samples, channels) to modes (2, samples, modes of three axes, channels)."""
         one, two, _ = self._three
         own = self._frequencies()
         shape = one, two, own.stop - own.start, 2, products.shape[1] // 2, products.shape[2]
@@ -344,7 +345,7 @@ class FNOLift(Wrapper, FieldLayer):
     coordinates: bool
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the layers' output, and their cache."""
+        """Return the output of the layers for ``x`` with its coordinates as channels, and the layers' cache."""
         require_numbers(x, "FNO")
         first: Any = self.layer.children()["first"]
         inputs = first.inputs - self.coordinates * len(first.kernel)
@@ -365,15 +366,15 @@ class FNOLift(Wrapper, FieldLayer):
         return dx if dx is None or not self.coordinates else dx[..., : 2 - dx.ndim], pending
 
     def _wide(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``shape`` with the channels of the coordinates."""
+        """Return ``shape`` with as many more channels as there are coordinates."""
         return (*shape[:-1], shape[-1] + self.coordinates * (len(shape) - 1))
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the layers' output shape."""
+        """Return the output shape for one sample of ``shape``."""
         return self.layer.output_shape(self._wide(shape))
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the layers' operations."""
+        """Return the sum of the layers' operations for one sample of ``shape``."""
         return self.layer.operations(self._wide(shape))
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
@@ -402,11 +403,11 @@ class FNOBlock(Composite):
     activation: Activation | None
 
     def children(self) -> dict[str, Layer]:
-        """Return the two layers by name; the activation has no parameters."""
+        """Return the two layers with parameters by name: ``spectral`` and ``linear``."""
         return {"spectral": self.spectral, "linear": self.linear}
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the activated sum, and the cache."""
+        """Return the activation of the sum of both layers' outputs, and the cache."""
         linear, second = self.linear.forward(params["linear"], x, run)
         y, first = self.spectral.added(params["spectral"], x, linear)
         if self.activation is None:
@@ -423,11 +424,11 @@ class FNOBlock(Composite):
         return dx, [before, after]
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the sum."""
+        """Return the shape of the result for one sample of ``shape``."""
         return self.spectral.output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the sum of both layers' operations."""
+        """Return the sum of both layers' operations for one sample of ``shape``."""
         return self.spectral.operations(shape) + self.linear.operations(shape)
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:

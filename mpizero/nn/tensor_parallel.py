@@ -126,7 +126,7 @@ class Reduce(Region):
 
 @dataclass(frozen=True)
 class ShardedRegion(Region):
-    """Cut arrays along ``axis`` by the shard rule, and join them again; the base class of four regions.
+    """Cut arrays along ``axis`` into shards of about equal size, and join them again; the base class of four regions.
 
     ``length`` is the number of elements along this axis in the whole array.
     """
@@ -136,7 +136,7 @@ class ShardedRegion(Region):
 
     @cached_property
     def shards(self) -> Partition:
-        """The index ranges along the axis, one for each rank, by the shard rule."""
+        """The index ranges along the axis, one for each rank, of about equal length."""
         return Partition(self.length, self.group.size)
 
     @property
@@ -233,7 +233,10 @@ def complete(group: Group, arrays: Sequence[Array], tag: str) -> None:
 
 
 def local_range(length: int, group: Group) -> tuple[int, int]:
-    """Return the range (start, stop) of ``length`` items that this rank holds by the shard rule. Not collective."""
+    """Return the range (start, stop) that this rank holds of ``length`` items, cut into equal shards.
+
+    Not collective.
+    """
     shard = Partition(length, group.size).shard(group.rank)
     return shard.start, shard.stop
 
@@ -407,7 +410,7 @@ class ColumnLinear(SplitLinearBase):
             sum_rows(pending, grads["bias"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the products with this rank's columns, for one sample of ``shape``.
+        """Count the operations of products with this rank's columns of the weight, for one sample of ``shape``.
 
         Not collective.
         """
@@ -492,7 +495,10 @@ class RowLinear(SplitLinearBase):
             sum_rows(dy.reshape(prod(dy.shape[:-1]), self.whole.outputs), grads["bias"])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""
+        """Count the operations of products with this rank's rows of the weight, for one sample of ``shape``.
+
+        Not collective.
+        """
         return linear_operations(prod(shape[:-1]), self.local_size, self.whole.outputs)
 
 
@@ -586,7 +592,10 @@ class SplitProjection(SplitForm):
         matmul(pending.T, inputs, grads["weight"], poll_of(params))
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Count the operations of the products with this rank's rows, for one sample of ``shape``. Not collective."""
+        """Count the operations of products with this rank's rows of the weight, for one sample of ``shape``.
+
+        Not collective.
+        """
         return linear_operations(prod(shape[:-1]), self.whole.features, size_of(self.ranges))
 
 
@@ -783,7 +792,7 @@ class SequenceParallel(Wrapper):
 
 @dataclass(frozen=True)
 class SplitEmbedding(SplitForm):
-    """Look up ids in a table whose rows are split over the ranks by the shard rule.
+    """Look up ids in a table whose rows are split over the ranks, about as many on each.
 
     One rank has the table's row for an id, and the other ranks take zeros instead; the sum over the ranks is the
     vector. This sum is exact, so vectors and gradients have the same bits as those of the unsplit layer.
@@ -1076,7 +1085,7 @@ class JoinedLoss:
         return loss_sum, weight, (cache, join)
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Return ``scale`` times the gradient of the loss sum with respect to this rank's part. Not collective."""
+        """Return ``scale`` times the loss sum's gradient, for this rank's part of the prediction. Not collective."""
         inner, join = cache
         gradient: Array = join.take(self.loss.backward(inner, scale))
         return gradient

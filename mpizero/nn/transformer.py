@@ -449,7 +449,7 @@ class BatchedHeads:
         return dqkv
 
     def parts(self) -> Iterator[Part]:
-        """Yield groups whose scores fit the cache: ranges of whole samples, or ranges of the heads of one sample."""
+        """Yield (samples, heads) whose scores fit the CPU's cache: whole samples, or some heads of one sample."""
         _, samples, heads, length, _ = self.apart.shape
         limit = CACHE if isinstance(self.apart, np.ndarray) else DEVICE
         fitting = max(1, limit // max(1, length * length * self.apart.itemsize))
@@ -466,7 +466,7 @@ class BatchedHeads:
         return blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_DEVICE)
 
     def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
-        """Copy queries, keys and values of the samples ``some`` of ``qkv + bias`` to ``apart``, head by head."""
+        """Add ``bias`` to ``qkv[some]``, and write its queries, keys and values, head by head, to ``self.apart``."""
         rows = _rows(qkv[some])
         self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
 

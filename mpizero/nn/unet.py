@@ -49,7 +49,7 @@ class UNetDown(Composite):
     finest: bool
 
     def children(self) -> dict[str, Layer]:
-        """Return the two layers by name."""
+        """Return the two layers by name: ``convolutions`` and ``coarsen``."""
         return {"convolutions": self.convolutions, "coarsen": self.coarsen}
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
@@ -71,13 +71,13 @@ class UNetDown(Composite):
         return (dx if self.finest else (dx, tuple(dskips))), [before, after]
 
     def output_shape(self, shape: Any) -> Any:
-        """Return the shapes of the coarser field and of all skips."""
+        """Return the shapes of the coarser field and of all skips, for one sample of ``shape``."""
         shape, skips = (shape, ()) if self.finest else shape
         fine = self.convolutions.output_shape(shape)
         return self.coarsen.output_shape(fine), (*skips, fine)
 
     def operations(self, shape: Any) -> Operations:
-        """Return the sum of both layers' operations."""
+        """Return the sum of both layers' operations for one sample of ``shape``."""
         shape = shape if self.finest else shape[0]
         return self.convolutions.operations(shape) + self.coarsen.operations(self.convolutions.output_shape(shape))
 
@@ -103,11 +103,11 @@ class UNetMiddle(Wrapper):
         return (dx, dy[1]), pending
 
     def output_shape(self, shape: Any) -> Any:
-        """Return the shapes of the layer's output and of all skips."""
+        """Return the shapes of the layer's output and of all skips, for one sample of ``shape``."""
         return self.layer.output_shape(shape[0]), shape[1]
 
     def operations(self, shape: Any) -> Operations:
-        """Return the layer's operations."""
+        """Return the layer's operations for one sample of ``shape``."""
         return self.layer.operations(shape[0])
 
     def trace(self, graph: Graph, name: str, source: Any) -> Any:
@@ -134,7 +134,7 @@ class UNetUp(Composite, FieldLayer):
     finest: bool
 
     def children(self) -> dict[str, Layer]:
-        """Return the two layers by name."""
+        """Return the two layers by name: ``refine`` and ``convolutions``."""
         return {"refine": self.refine, "convolutions": self.convolutions}
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
@@ -160,7 +160,7 @@ class UNetUp(Composite, FieldLayer):
         return (dx, (*dskips, djoined[..., :channels])), [before, after]
 
     def _joined(self, shape: Any) -> tuple[int, ...]:
-        """Return the shape of the skip with the finer field's channels."""
+        """Return the shape of the last skip and the refined field, joined along their channels."""
         skip = shape[1][-1]
         return (*skip[:-1], skip[-1] + self.refine.output_shape(shape[0])[-1])
 
@@ -170,7 +170,7 @@ class UNetUp(Composite, FieldLayer):
         return y if self.finest else (y, shape[1][:-1])
 
     def operations(self, shape: Any) -> Operations:
-        """Return the sum of both layers' operations."""
+        """Return the sum of both layers' operations for one sample of ``shape``."""
         return self.refine.operations(shape[0]) + self.convolutions.operations(self._joined(shape))
 
     def trace(self, graph: Graph, name: str, source: Any) -> Any:

@@ -227,7 +227,7 @@ class VirtualRanks:
         )
 
     def _answer(self, calls: Sequence[_Call]) -> Sequence[Any]:
-        """Compute a collective for the tiles of this rank; collective over the real group."""
+        """Compute a collective that the tiles of this rank have called; collective over the group of ranks."""
         first = calls[0]
         if any(call.comparable != first.comparable for call in calls[1:]):
             raise Mismatch
@@ -291,7 +291,7 @@ class VirtualRanks:
 
 
 def _part_indices(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slice, ...]]:
-    """Return the index of each part of an array that is cut along ``axis`` into parts of ``sizes``."""
+    """Return the index of each part, if an array of ``axes`` axes is cut along ``axis`` into parts of ``sizes``."""
     indices, start = [], 0
     for size in sizes:
         indices.append((*(slice(None),) * axis, slice(start, start + size), *(slice(None),) * (axes - axis - 1)))
@@ -305,7 +305,7 @@ class Arrived(NamedTuple):
     arrays: tuple[Array, ...]
 
     def wait(self) -> tuple[Array, ...]:
-        """Return the arrays. Not collective."""
+        """Return the arrays that the other tile has sent. Not collective."""
         return self.arrays
 
     def test(self) -> bool:
@@ -397,10 +397,10 @@ class TileViews(dict[str, Any]):
 
 
 class _Cut(NamedTuple):
-    """Describe which elements of a parameter's array on a rank belong to which of its tiles.
+    """Describe which elements of a parameter's array on a rank belong to which of the rank's tiles (virtual ranks).
 
-    The array is seen as a matrix, whose rows are the axes before the one that is split. Each tile has ranges of its
-    columns.
+    The array is seen as a matrix, whose rows are the axes before the one that is split. Each tile has one or several
+    ranges of the columns.
 
     Attributes
     ----------
@@ -431,7 +431,7 @@ class _Cut(NamedTuple):
         return self.views(array) if self.in_one and self.rows == 1 else self.parts(self.copied(array))
 
     def views(self, array: Array) -> list[Array]:
-        """Return the first range of each tile in ``array``, as views."""
+        """Return, for each tile, a view of its first range of ``array``'s columns."""
         return [array[index] for index in self.firsts]
 
     def copied(self, array: Array) -> Array:
@@ -473,7 +473,7 @@ class _Copied(NamedTuple):
 
 @dataclass(frozen=True)
 class TileParameters:
-    """Divide the parameters of a block that a rank holds among the rank's tiles.
+    """Divide the parameters of a block that a rank holds among the rank's tiles (virtual ranks).
 
     Parameters
     ----------
@@ -490,7 +490,7 @@ class TileParameters:
 
     @cached_property
     def _cuts(self) -> dict[str, Any]:
-        """The cut of each parameter, or None if every tile holds it whole; in dictionaries nested by name."""
+        """The cut of each parameter into tiles, or None if every tile has all of it; in dictionaries nested by name."""
         return nested({spec.name: None if spec.part is None else _cut(spec) for spec in self.specs})
 
     @cached_property
@@ -709,7 +709,7 @@ class TileGrid:
 
 
 def _rows(x: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cut all arrays of a tree along axis 1 into parts of the given sizes, as contiguous arrays."""
+    """Cut all arrays in ``x`` (nested) along axis 1 into parts of the given sizes, as contiguous arrays."""
     starts = list(accumulate(sizes, initial=0))
     return [map_leaves(partial(_slice, start=a, stop=b), x) for a, b in pairwise(starts)]
 
@@ -737,7 +737,7 @@ class _Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class TiledBlock(Layer):
-    """Run the split forms of a block for all tiles of a rank, by :func:`run_in_turns`.
+    """Run the split forms of a block for all tiles (virtual ranks) of a rank, by :func:`run_in_turns`.
 
     Parameters
     ----------
@@ -860,7 +860,7 @@ class TiledBlock(Layer):
         return self.forms[0].output_shape(shape)
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
-        """Return the sum of the tiles' operations for one sample of ``shape``. Not collective."""
+        """Return the operations of all tiles of this rank together, for one sample of ``shape``. Not collective."""
         return sum((form.operations(shape) for form in self.forms), Operations())
 
 
@@ -929,7 +929,7 @@ def _hosted(group: Group, size: int) -> Hosted:
 
 @dataclass(frozen=True)
 class TiledLoss:
-    """Compute the loss of the parts of predictions that a rank's tiles hold.
+    """Compute the loss of the parts of predictions that a rank's tiles (virtual ranks) hold.
 
     Parameters
     ----------
@@ -969,7 +969,7 @@ class TiledLoss:
 
 @dataclass(frozen=True, eq=False)
 class TiledModel:
-    """Hold the split forms of a model for all tiles of a rank, as one model of blocks.
+    """Hold the split forms of a model for all tiles (virtual ranks) of a rank, as one model of blocks.
 
     Parameters
     ----------

@@ -254,7 +254,7 @@ class FlatOptimizer(Settings):
         jit.run_range(kernel, (w, g, *(state[slot] for slot in self.slots), hyper), 0, w.size, threads)
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Compute the averaged gradient of ``rows``, and update ``w`` and ``state`` with it, in one pass over memory.
+        """Compute the averaged gradient that ``rows`` describes, and update ``w`` and ``state`` with it, in one pass.
 
         The result has the same bits as the kernel ``tree_sum`` followed by :meth:`apply`.
         """
@@ -873,7 +873,7 @@ class MasterWeightOptimizer(CopyingOptimizer):
         w[:] = state[MASTER_WEIGHTS]
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update master weights and state from the averaged gradient of ``rows``, and copy the former to ``w``."""
+        """Update master weights and state from the gradient in ``rows``, and copy the master weights to ``w``."""
         self._begin(w, state)
         self.inner.apply_tree(rows, state[MASTER_WEIGHTS], state, hyper, threads)
         w[:] = state[MASTER_WEIGHTS]

@@ -328,7 +328,7 @@ class Point(NamedTuple):
     slope: float
 
     def tilted(self, slope: float) -> Point:
-        """Return the point with a line of this slope through the origin subtracted from the function."""
+        """Return this point of the function minus ``slope * step``: value and derivative change, the step does not."""
         return Point(self.step, self.value - self.step * slope, self.slope - slope)
 
 

@@ -92,7 +92,7 @@ class VectorSpace(Protocol):
         """
 
     def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
-        """Set the elements that :meth:`drop_fixed` sets to 0 to ``bound - point``. Not collective."""
+        """Write ``bound - point`` to those elements that :meth:`drop_fixed` would set to 0. Not collective."""
 
     def clip(self, origin: str, step: float, direction: str) -> None:
         """Set ``direction`` to ``P(origin + step * direction) - origin``, where P clips to bounds. Not collective."""

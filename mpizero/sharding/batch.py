@@ -620,7 +620,7 @@ class DynamicScheduler:
         self._reserved = reserved | {batch}
 
     def next_part(self, rows: int) -> range | None:
-        """Take the next part and return its grains; None if no part is left or this one needs more than ``rows`` rows.
+        """Take and return the next part of the node's grains; None if none is left or it takes more than ``rows`` rows.
 
         Not collective.
         """
@@ -647,7 +647,7 @@ class DynamicScheduler:
         return grains
 
     def close(self) -> None:
-        """Close the file of the lock. Not collective; :class:`Memory` frees the window."""
+        """Close the lock's file. Not collective; :class:`Memory` frees the shared window with the samples."""
         self._locks.close()
 
 

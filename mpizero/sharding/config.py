@@ -479,7 +479,10 @@ def elements_of(mebibytes: float, itemsize: int) -> int:
 
 
 def check_bucket(settings: DataParallelSettings, compression: str | None, named: str = "gradient_compression") -> None:
-    """Raise an error if ``bucket_mb`` is given with ``compression`` (a setting called ``named``). Not collective."""
+    """Raise an error if ``bucket_mb`` is given with ``compression``, which the error calls ``named``.
+
+    Not collective.
+    """
     if settings.bucket_mb is not None and compression is not None:
         raise settings.reject(
             "bucket_mb",
@@ -526,7 +529,7 @@ def keeps_gradients_on_device(config: Config, ranks: int) -> bool:
 
 
 def assigns_rounds(placement: Placement, config: Config, ranks: int) -> bool:
-    """Tell whether a data group of ``ranks`` ranks computes grains in rounds, and so sums gradients unit by unit."""
+    """Tell whether a data group of ``ranks`` ranks sums gradients unit by unit, in rounds of one grain a rank."""
     return placement.in_rounds and not keeps_gradients_on_device(config, ranks)
 
 
@@ -557,7 +560,7 @@ def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder,
 
 
 def overlaps_reduction(placement: Placement, nodes: int, stages: int, compression: str | None) -> bool:
-    """Tell whether a model of blocks sums its rows over nodes during the backward pass (DDP and ZeRO-1).
+    """Tell whether a model of blocks sums gradients over nodes during the backward pass (DDP and ZeRO-1).
 
     There is no overlap with ``gradient_compression``, because its results depend on where messages are cut. There is no
     overlap in pipelines either, because their stages end their last micro-batches at different times.
@@ -575,7 +578,7 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, compressio
 
 
 def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:
-    """Tell which gradients an :class:`AllReduceBuffer` writes to scratch memory before it adds them to a row.
+    """Tell which gradients an :class:`AllReduceBuffer` writes to scratch memory before it adds them to a sum.
 
     "grains": the gradients of a grain that are added to another grain's row. "micro-batches": those of a grain's later
     micro-batches, added to the row of the grain. None: no gradients. Blocks must end their backward passes one after

@@ -41,7 +41,7 @@ _ONE_THREAD = 1
 
 
 class _Cut(NamedTuple):
-    """Describe the elements ``first`` to ``first + size - 1`` of ``of``, a run or piece of parameters to update."""
+    """Describe ``size`` elements, from number ``first`` on, of a run or piece of the parameters to update (``of``)."""
 
     of: UpdateRun | UpdatePiece
     first: int
@@ -324,5 +324,5 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, full: bool) -> tuple[
 
 
 def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:
-    """Return a function that fills a buffer with gradients of ``cut``; ``fill`` does so for the whole run or piece."""
+    """Return a function that fills a buffer with gradients of ``cut``; ``fill`` does so for what it is a part of."""
     return lambda first, out: fill(cut.first + first, out)

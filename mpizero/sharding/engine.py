@@ -279,7 +279,7 @@ class Engine(PlacedModel):
         return totals, self._on_host(self.reducer, totals)
 
     def local_gradients(self, x: Any, y: Any) -> Totals:
-        """Compute the gradients of this rank's grains, and keep them in its rows without a sum over ranks.
+        """Compute the gradients of this rank's grains, and keep them on this rank, not yet summed over ranks.
 
         Return loss and weight of the whole global batch.
         """
@@ -319,7 +319,7 @@ class Engine(PlacedModel):
         return self._finish(totals, sent, lambda: self.apply(self._bound().to_device(reduced), totals.mean))
 
     def pieces(self) -> tuple[UpdatePiece, ...]:
-        """Return the contiguous ranges of optimized parameters that this rank owns by the shard rule."""
+        """Return the contiguous ranges, in this rank's shard, of the parameters that the optimizer updates."""
         return tuple(self._bound().trees.pieces)
 
     def place(self, *, iterate: bool) -> None:

@@ -69,18 +69,18 @@ def foreign_arithmetic(model: Any, device: str = "cpu", optimizer: Any = None) -
 
 
 def bits(reasons: Sequence[str]) -> str:
-    """Return whose bits a training has, given the result of :func:`foreign_arithmetic`, as text."""
+    """Return, as text, on which CPUs a training has the same bits, given what :func:`foreign_arithmetic` returned."""
     return f"this CPU, because {'; '.join(reasons)}" if reasons else EVERY_CPU
 
 
 def _of_layer(layer: Any, place: str) -> list[str]:
-    """Return what computes in a layer and in the layers in it, if it is not this library."""
+    """Name what computes, besides this library, in a layer and in the layers inside it; "" where nothing does."""
     inside = layer.children().values() if isinstance(layer, nn.Layer) else ()
     return [_of_class(layer, place), *(why for child in inside for why in _of_layer(child, place))]
 
 
 def _of_class(part: Any, role: str) -> str:
-    """Return what computes in an object of a class that is not this library's own; "" if it is."""
+    """Name what computes in an object, if its class is not this library's own; "" if it is."""
     kind = part if hasattr(part, "__qualname__") else type(part)
     module = f"{kind.__module__}."
     if module.startswith(_OWN):

@@ -60,10 +60,10 @@ class GradientTarget(Protocol):
         """Return the views that a unit's gradients are written to."""
 
     def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
-        """Process a block's complete gradients; return ``dx``, the gradient of the block's input, or a copy of it."""
+        """Take a block's complete gradients; return ``dx``, the gradient of the block's input, or a copy of it."""
 
     def reduce(self, unit: Unit) -> None:
-        """Process the gradients of a unit, which are all complete."""
+        """Take the gradients of a unit, which are all complete."""
 
 
 class BlockEvaluator:
@@ -335,7 +335,7 @@ class BlackBoxEvaluator:
 
     @contextmanager
     def using_loss(self, loss: Any) -> Iterator[None]:
-        """Raise ``UnsupportedError`` if ``loss`` is not None, because a black box contains its loss. Not collective."""
+        """Raise ``UnsupportedError`` if ``loss`` is not None: a functional model contains its loss. Not collective."""
         if loss is not None:
             raise UnsupportedError("a black box computes its own loss: another one cannot be put in its place")
         yield
@@ -354,7 +354,7 @@ class BlackBoxEvaluator:
 
     @property
     def _function(self) -> Callable[..., Any]:
-        """The user's function that computes gradients, or products if there is a direction."""
+        """The user's function: it computes the gradient or, with a direction, the product of Hessian and direction."""
         function: Callable[..., Any] = self.model.loss_and_grad
         return function if self._direction is None else self.model.product  # type: ignore[attr-defined]
 
@@ -418,7 +418,10 @@ class BlackBoxEvaluator:
     def _product(
         self, params: Mapping[str, Any], x: Any, y: Any, direction: Mapping[str, Array]
     ) -> tuple[float, Mapping[str, Array], float]:
-        """Call the model's ``product``; return 0 in place of a loss, the products and the weight. Not collective."""
+        """Call the model's Hessian ``product``; return 0 in place of a loss, the product, and the weight.
+
+        Not collective.
+        """
         with _explained("product"):
             result = self._function(params, (_read_only(x), _read_only(y)), direction)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Mapping):
@@ -468,7 +471,7 @@ def writable(views: Mapping[str, Array]) -> Iterator[FunctionGradients]:
 
 @contextmanager
 def _explained(function: str, more: str = "") -> Iterator[None]:
-    """Add advice to the error that the user's function, named ``function``, raises on writing to a read-only array."""
+    """Add advice to an error from writing to a read-only array; ``function`` and ``more`` are parts of its text."""
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:
@@ -578,7 +581,7 @@ class Runner(ABC):
             self.scalars.add(batch.grain.number, loss, weight)
 
     def end_sentinels(self) -> None:
-        """End the step of ``self.sentinels``, which checks that layers write all of their gradients. Not collective."""
+        """End the step's check that layers write all of their gradients (``self.sentinels``). Not collective."""
         if self.sentinels is not None:
             self.sentinels.end(failed=self.scalars.error is not None)
 
@@ -643,7 +646,7 @@ class CheckedMicroBatch:
             self.batch.reduce(unit)
 
     def _parts(self, unit: Unit, block: str) -> Sequence[Array]:
-        """Return the ranges that hold a block's gradients; none without samples."""
+        """Return the arrays that hold a block's gradients; none if the micro-batch has no samples."""
         return () if self.batch.grain is None else self.batch.flat_gradients(unit, block)
 
     def _accumulate(self, unit: Unit, block: str, views: Any, parts: Sequence[Array]) -> None:

@@ -44,7 +44,7 @@ class SentParameter(NamedTuple):
 
 
 def speaks_for(spec: ParameterSpec, where: Coordinates) -> bool:
-    """Tell whether values of a parameter are read from the rank at ``where``, which holds it as ``spec``.
+    """Tell whether values of a parameter are read from the rank at ``where``; ``spec`` describes what that rank holds.
 
     Slices are read from every tensor rank. Of a parameter that all tensor ranks hold whole, only the values on tensor
     rank 0 are read. A copy of another stage's parameter is never read.
@@ -262,16 +262,16 @@ class GlobalView:
     # ------------------------------------------------------------------ questions (not collective)
 
     def home(self, spec: ParameterSpec) -> ParameterUse:
-        """Return the parameter of the whole model that this rank holds as ``spec``: whole, as a slice, or as a copy."""
+        """Return the whole model's parameter of which this rank holds ``spec``: all of it, a slice, or a copy."""
         return self.layout.by_name[spec.guest or spec.name]
 
     def writes(self, spec: ParameterSpec) -> bool:
-        """Tell whether the parameter that this rank holds as ``spec`` is read from this rank, which then saves it."""
+        """Tell whether the array that ``spec`` describes is read from this rank, which then saves it to checkpoints."""
         return speaks_for(spec, self.grid.coordinates)
 
 
 def take(spec: ParameterSpec, full: Array, start: int, out: Array) -> None:
-    """Fill ``out`` with elements of the parameter that a rank holds as ``spec``, from ``full``, the whole parameter.
+    """Fill ``out`` with elements of what a rank holds (``spec``) of a parameter, from ``full``, the whole parameter.
 
     ``start`` is the index of the first element to fill, counted in what the rank holds: the whole parameter or a slice.
     """
@@ -282,9 +282,10 @@ def take(spec: ParameterSpec, full: Array, start: int, out: Array) -> None:
 
 
 def global_ranges(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[int, Array]]:
-    """Cut values of the parameter that a rank holds as ``spec`` into runs that are contiguous in the whole parameter.
+    """Cut values of a parameter into runs that are contiguous in the whole parameter.
 
-    ``start`` is the index of the first of ``values``, counted in what the rank holds: the whole parameter or a slice.
+    ``spec`` describes what the rank holds: the whole parameter or a slice. ``start`` is the index in it of the first of
+    ``values``.
 
     Yields
     ------

@@ -144,11 +144,11 @@ class ReduceScatterMicroBatch(MicroBatch):
         self._buffer, self._round, self._in_grain = buffer, this_round, grain is not None
 
     def gradients(self, unit: Unit) -> Any:
-        """Return views of this rank's part of the slot."""
+        """Return views of this rank's part of the slot (buffer for one unit's gradients)."""
         return self._buffer.views_of(unit)
 
     def flat_gradients(self, unit: Unit, block: str) -> Sequence[Array]:
-        """Return the ranges of this rank's part of the slot that hold the block's gradients."""
+        """Return the arrays of the slot (buffer for a unit's gradients) that hold a block's gradients on this rank."""
         gradients = self._buffer.gradients_of(unit)
         return [gradients[span.start : span.stop] for span in unit.gradient_ranges[block]]
 
@@ -167,7 +167,7 @@ class ReduceScatterMicroBatch(MicroBatch):
 
 
 class AllReduceMicroBatch(MicroBatch):
-    """Represent a micro-batch whose gradients are written to a row of this rank, and added to the rows in ``step``.
+    """Represent a micro-batch whose gradients are written to memory of this rank, and added to the sums in ``step``.
 
     ``row`` is the index of the row that its gradients are written to; None is the scratch array. ``overlapped``, if not
     None, reduces the rows while this micro-batch, the last one of the training step, completes them.
@@ -179,15 +179,15 @@ class AllReduceMicroBatch(MicroBatch):
         self.overlapped: OverlappedReduction | None = None
 
     def gradients(self, unit: Unit) -> Any:
-        """Return views of the row, or of the scratch array."""
+        """Return views of the row (memory for one gradient vector) to write to, or of the scratch array."""
         return self._buffer.views_of(self._row, unit)
 
     def flat_gradients(self, unit: Unit, block: str) -> Sequence[Array]:
-        """Return the ranges of the row or of the scratch array that hold the block's gradients."""
+        """Return the arrays of the row (memory for one gradient) or scratch array that hold a block's gradients."""
         return self._buffer.parts_of(self._row, unit, block)
 
     def accumulate(self, unit: Unit, block: str) -> None:
-        """Add the block's gradients to the sum over the grain; after the last micro-batch, add this to other rows."""
+        """Add the block's gradients to the grain's sum; after the last micro-batch, add this to earlier sums."""
         assert self.grain is not None
         last = self.number == len(self.grain.micro_batches) - 1
         self._buffer.accumulate_block(self._step, self.number, last, unit, block)
@@ -195,7 +195,7 @@ class AllReduceMicroBatch(MicroBatch):
             self.overlapped.ended((block,))
 
     def reduce(self, unit: Unit) -> None:
-        """Reduce those parts of the rows that are complete, if rows are reduced during this backward pass."""
+        """Begin to sum over ranks the gradients that are complete, if that is done during this backward pass."""
         if self.overlapped is not None:
             self.overlapped.ended(unit.blocks)
 
@@ -371,8 +371,8 @@ class ReduceScatterBuffer:
     def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> list[MicroBatch]:
         """Return this rank's micro-batches of all rounds, without samples for a round in which it has no grain.
 
-        Collective over the data group. The methods of the micro-batches are collective, too, and always reduce the
-        gradients: ``summed`` has no effect.
+        Collective over the data group. The methods of the micro-batches are collective, too. They always reduce the
+        gradients over ranks, also if ``summed`` is False.
         """
         self.finish()  # of a step that an error has broken off on all ranks
         plan = self._planned(batch.count)
@@ -420,7 +420,10 @@ class ReduceScatterBuffer:
         """Do nothing: each rank has the optimizer state of its shard only, and needs no other sums. Not collective."""
 
     def first_level(self) -> Array:
-        """Return the first level of the stack: memory for the sums of an :class:`AllReduceBuffer`. Not collective."""
+        """Return the stack's first level, which :class:`AllReduceBuffer` uses for this rank's shard of sums.
+
+        Not collective.
+        """
         level: Array = self.stack[0]
         return level
 
@@ -557,7 +560,7 @@ class AllReduceBuffer:
 
     @property
     def overlaps(self) -> bool:
-        """Tell whether rows are summed while the backward pass still fills them. Not collective."""
+        """Tell whether the sum over ranks begins while the backward pass still computes gradients. Not collective."""
         nodes, stages = self.grid.inter_node.size, self.grid.pipeline.size
         return self._by_block and overlaps_reduction(self.exchange.placement, nodes, stages, self.exchange.compression)
 
@@ -566,7 +569,7 @@ class AllReduceBuffer:
         return contiguous_owners(self.grid, count)
 
     def row(self, number: int) -> Array:
-        """Return row ``number`` of this rank. Not collective."""
+        """Return row ``number`` of this rank, memory for one gradient vector. Not collective."""
         row: Array = self.window[self._place(number)]
         return row[: self.layout.gradient_size]
 
@@ -581,7 +584,7 @@ class AllReduceBuffer:
     # ------------------------------------------------------------------ micro-batches
 
     def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> Iterable[MicroBatch]:
-        """Return this rank's micro-batches, which add up their gradients in its rows.
+        """Return this rank's micro-batches, which add up their gradients in rows (gradient vectors) of this rank.
 
         Collective over all ranks for the first batch with this number of grains. ``summed`` tells whether the rows are
         summed after the micro-batches; then the sum may begin during the last one: see [Note: buckets of rows]. If
@@ -658,7 +661,7 @@ class AllReduceBuffer:
                     part = total
 
     def _sums_of(self, step: FoldStep, unit: Unit, block: str) -> list[tuple[int, Array, list[Array]]]:
-        """Return, for each range of ``block``: its index in a row, its part of ``step.row``, and of each target row."""
+        """Return, for each range of a block's gradients: its index in a row, and its parts of the rows of ``step``."""
         key = self.window.shape[0], step.row, step.targets, unit.index, block
         if key not in self._sums:
             spans = [span.shift(self.layout.gradient_bases[unit.index]) for span in unit.gradient_ranges[block]]
@@ -669,7 +672,7 @@ class AllReduceBuffer:
         return self._sums[key]
 
     def parts_of(self, row: int | None, unit: Unit, block: str) -> list[Array]:
-        """Return the arrays, one for each range, that gradients of ``block`` are written to: in a row or in scratch.
+        """Return the arrays, one for each range, that a block's gradients are written to: in a row or scratch memory.
 
         Not collective.
         """
@@ -688,7 +691,10 @@ class AllReduceBuffer:
         return self.row(row)[base : base + unit.gradients]
 
     def views_of(self, row: int | None, unit: Unit) -> Any:
-        """Return nested views of a row, or of the scratch array, by block and parameter. Not collective."""
+        """Return nested views, by block and parameter, of a row (memory for one gradient vector) or scratch array.
+
+        Not collective.
+        """
         key = (None if row is None else self._place(row), unit.index, None)
         if key not in self._views:
             buffer = self._scratch if row is None else self._unit(row, unit)
@@ -698,7 +704,7 @@ class AllReduceBuffer:
     # ------------------------------------------------------------------ sums
 
     def operands(self) -> Operands:
-        """Return the rows of all ranks of the node, the programs that sum them, and this rank's first row.
+        """Return the rows (gradients) of all ranks of the node, the programs that sum them, and this rank's first row.
 
         Collective over the node.
         """
@@ -706,7 +712,7 @@ class AllReduceBuffer:
         return Operands(self.window, self.exchange.both_programs(self._current().root), self.row(0))
 
     def sum(self, divisors: Divisors) -> Array:
-        """Sum the rows of all ranks over the ranges that this rank owns, divide by ``divisors``, and return the result.
+        """Sum the gradients of all ranks in the ranges that this rank owns, and return the sum divided by ``divisors``.
 
         Collective over the data group. The result is the array that the constructor's ``shard`` returns; this rank's
         first row if ``shard`` is None. If the rows were summed during the backward pass, the first row already has the
@@ -732,7 +738,7 @@ class AllReduceBuffer:
         return result
 
     def _divide(self, divisors: Divisors) -> None:
-        """Divide the sums in this rank's first row: of all peers' ranges, or of its own range."""
+        """Divide the sums in this rank's first row (memory for one gradient): all, or those that this rank owns."""
         summed = self._ranges if self.exchange.replicated else [self._ranges[self.exchange.comm.rank]]
         for span in (span for spans in summed for span in spans):
             for part, averaged in span.split(self.layout.averages):
@@ -748,12 +754,15 @@ class AllReduceBuffer:
             self.exchange.replicate(self.row(0), self._ranges)
 
     def local_sum(self) -> Array:
-        """Return the sum of the gradients of this rank's grains, as a new array as long as a row. Not collective."""
+        """Return the sum of the gradients of this rank's grains, as a new flat array of all gradients.
+
+        Not collective.
+        """
         rows = [self.row(row) for _, row in self._current().folds[self.grid.order_index].sums]
         return reduce(add, rows[1:], rows[0].copy()) if rows else np.zeros(self.layout.gradient_size, self.dtype)
 
     def _barrier(self) -> None:
-        """Wait until the rows of all ranks of the node are complete. Collective over the node."""
+        """Wait until all ranks of the node have written their gradients. Collective over the node."""
         with self.store.timeline.span("reduction", "rows"):
             self.store.memory.barrier("rows")
         if self._dynamic_grains and self._plan is None:
@@ -780,7 +789,7 @@ class AllReduceBuffer:
     # ------------------------------------------------------------------ memory
 
     def reserve(self, count: int) -> None:
-        """Allocate the rows for a batch of ``count`` grains, and the scratch array if this rank writes to it.
+        """Allocate the rows (gradient vectors) for ``count`` grains, and the scratch array if this rank writes to it.
 
         Collective over all ranks for the first batch with this number of grains.
         """
@@ -954,7 +963,7 @@ class Bucket(NamedTuple):
 def cut_buckets(
     spans: Sequence[Sequence[Span]], size: int, counts: Sequence[int], elements: int | None
 ) -> list[tuple[int, tuple[tuple[Span, ...], ...]]]:
-    """Cut a row of ``size`` elements into buckets, from its end to its start. Not collective.
+    """Cut a gradient vector of ``size`` elements into buckets, from its end to its start. Not collective.
 
     Parameters
     ----------
@@ -1003,7 +1012,7 @@ def bucket_forms(
 
 
 def _shared_evenly(spans: Sequence[Span], nodes: int) -> tuple[tuple[Span, ...], ...]:
-    """Cut the concatenation of ``spans`` by the shard rule; return, for each peer, its part of every span."""
+    """Cut the concatenation of ``spans`` into equal shards; return, for each peer, its part of every span."""
     total, parts = sum(span.size for span in spans), []
     for shard in Partition(total, nodes):
         shard_span = Span(shard.start, shard.stop)
@@ -1110,21 +1119,21 @@ class GradientExchange(ExactExchange):
 
     @property
     def feedback(self) -> bool:
-        """Tell whether this rank keeps residuals. Not collective."""
+        """Tell whether this rank keeps residuals (what compression has left out of messages). Not collective."""
         return self._residual.size > 0
 
     @property
     def owes(self) -> bool:
-        """Tell whether this rank has residuals to send: whether any is not 0. Not collective."""
+        """Tell whether any residual (what compression left out of messages) on this rank is not 0. Not collective."""
         return bool(self._residual.any())
 
     # ------------------------------------------------------------------ residuals
 
     def begin(self, samples: int, loss_scale: float) -> None:
-        """Copy the residuals for a step of ``samples`` samples, which changes only the copy. Not collective.
+        """Copy the residuals of compression for a step of ``samples`` samples; the step changes only the copy.
 
-        The copy is in units of the step's partial sums, with an estimate of the weight ([Note: units of means]). The
-        copy of an earlier step that was not finished is overwritten.
+        Not collective. The copy is in units of the step's partial sums, with an estimate of the weight ([Note: units of
+        means]). The copy of an earlier step that was not finished is overwritten.
         """
         self._samples, self._loss_scale = samples, loss_scale
         self._copy(samples * self._weight_of_a_sample * loss_scale)
@@ -1148,12 +1157,12 @@ class GradientExchange(ExactExchange):
 
     @property
     def _partial_sums(self) -> list[slice]:
-        """The slices of the residuals' array that belong to partial sums for other peers."""
+        """The slices of the residuals' array for the partial sums that are sent to other peers."""
         bounds = [slice(*pair) for pair in pairwise(self._bounds)]
         return [part for peer, part in enumerate(bounds) if peer != self.comm.rank]
 
     def finish(self, *, updated: bool) -> None:
-        """End a step; if it has ``updated`` the parameters, the residuals become those of the copy. Not collective."""
+        """End a step; if it has ``updated`` the parameters, its copy of the residuals replaces them. Not collective."""
         if not updated or not self._divisor:
             return
         for part in self._partial_sums:
@@ -1166,7 +1175,7 @@ class GradientExchange(ExactExchange):
         self._divisor = 0.0
 
     def forget(self) -> None:
-        """Set all residuals to 0. Not collective."""
+        """Set all residuals (what compression has left out of messages) to 0. Not collective."""
         self._residual[:] = 0
         self._weight_of_a_sample, self._samples, self._loss_scale = 1.0, 0, 1.0
         self._factor = self._divisor = 0.0  # of the step that has begun; 0 if none has
@@ -1200,7 +1209,7 @@ class GradientExchange(ExactExchange):
     # ------------------------------------------------------------------ reduced gradients
 
     def replicate(self, row: Array, spans: Sequence[Sequence[Span]]) -> None:
-        """All-gather a row: send the ranges that each peer owns to all peers.
+        """All-gather a row (gradient vector): send the ranges that each peer owns to all peers.
 
         Collective over the peers. ``spans`` holds the ranges of every peer.
         """

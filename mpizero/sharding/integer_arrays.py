@@ -164,7 +164,10 @@ class IntegerState:
                     )
 
     def commit(self) -> None:
-        """Adopt the new values at the end of a step that has updated the parameters. Not collective."""
+        """Make the new values the current ones, at the end of a step that has updated the parameters.
+
+        Not collective.
+        """
         for name, value in self._new.items():
             self.values[name][...] = value
         self._new = {}

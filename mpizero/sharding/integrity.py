@@ -289,7 +289,10 @@ def write_sentinel(view: Any, *, ends: bool = False) -> None:
 
 
 def count_sentinels(view: Any) -> int:
-    """Return how many elements of a gradient are the sentinel, or have a complex part that is. Not collective."""
+    """Return how many elements of a gradient are the sentinel (never written), in the real or imaginary part.
+
+    Not collective.
+    """
     host = as_reals(to_host(view))
     bits, value = _SENTINELS[host.dtype.itemsize]
     return int((host.view(bits) == value).reshape(view.size, -1).any(axis=1).sum()) if view.size else 0
@@ -365,7 +368,10 @@ class WriteCheck:
 
     @property
     def on(self) -> bool:
-        """Tell whether the caller must write sentinels in this step. Not collective."""
+        """Tell whether the caller must write sentinels to gradients before this step's backward pass.
+
+        Not collective.
+        """
         return self._first or self.ends
 
     def write_sentinels(self, views: Mapping[str, Any]) -> None:

@@ -152,8 +152,8 @@ class Mesh(NodeSettings, AxisSettings):
         Python line; None is no timeout. The seconds count from the last bytes of files or messages that have moved.
     embedded : bool
         Whether the process belongs to another program, which only calls this library. The library then installs no
-        hooks, signal handlers or allocator options, starts no threads and opens no ports. Errors are only raised as
-        exceptions, and there is no timeout (docs/embedding.md).
+        hooks, signal handlers or allocator options, starts no threads and opens no ports. It ends no process: an
+        error is always an exception, and there is no timeout (docs/embedding.md).
 
     Raises
     ------
@@ -356,7 +356,7 @@ class Mesh(NodeSettings, AxisSettings):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the mesh; after an exception, postpone this until all ranks create their next model."""
+        """Close the mesh (collective); after an exception, only when all ranks next create a model."""
         if error is None:
             self.close()
         elif "communicator" in self.__dict__:  # the other ranks may not have raised

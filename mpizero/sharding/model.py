@@ -934,7 +934,7 @@ def distribute(
 
 
 def _warn_paths(comm: Communicator, call: str, path: Any) -> None:
-    """Print a notice on rank 0 if another rank passes another path to method ``call``. Collective.
+    """Print a notice on rank 0 if ranks pass different paths; ``call`` is the method's name for the notice. Collective.
 
     Only the path of rank 0 is used.
     """

@@ -244,7 +244,7 @@ class ParameterAccess:
 
     @property
     def _label(self) -> str:
-        """The strategy's name in the metadata."""
+        """The strategy's name in :meth:`Model.metadata`."""
         return self._placement.strategy if self._parallel_layout is None else "3D-Parallelism (Hybrid)"
 
     @property
@@ -362,7 +362,7 @@ class ParameterAccess:
 
     @property
     def owned(self) -> tuple[Span, ...]:
-        """The range of each unit's parameters that this rank owns by the shard rule.
+        """For each unit, the range of its parameters that this rank owns: one of equal shards.
 
         Ranges are in elements of the flat vector of all parameters of this rank's pipeline stage and tensor part.
         """
@@ -392,7 +392,7 @@ class ParameterAccess:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the model; after an exception, postpone this until all ranks create a model or close the mesh."""
+        """Close the model (collective); after an exception, only when all ranks next create one or close the mesh."""
         if error is None:
             self.close()
         elif self._open_engine is not None:  # the other ranks may not have raised

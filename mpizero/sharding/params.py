@@ -347,7 +347,7 @@ class Allocator(Protocol):
         """Return a new array of zeros for this rank alone, and count its bytes under ``kind``. Not collective."""
 
     def release(self, kind: str, array: Array) -> None:
-        """Stop counting the bytes of a private array; the caller then drops its last reference. Not collective."""
+        """Subtract an array of :meth:`private` from the count of bytes; the caller then drops it. Not collective."""
 
     def shared(self, kind: str, shapes: Sequence[tuple[int, ...]], dtype: Any) -> tuple[Array, ...]:
         """Return new arrays of zeros, one for each shape, that all ranks of the node read and write.
@@ -454,7 +454,7 @@ class Memory:
         return self._counted(kind, np.zeros, shape, dtype)
 
     def release(self, kind: str, array: Array) -> None:
-        """Stop counting the bytes of a private array; the caller then drops its last reference. Not collective."""
+        """Subtract an array of :meth:`private` from the count of bytes; the caller then drops it. Not collective."""
         self.private_bytes[kind] -= array.nbytes
 
     def scratch(self, name: str, size: int, dtype: Any) -> Array:
@@ -605,7 +605,7 @@ class ParameterProvider(Protocol):
 
     @property
     def progress(self) -> MessageProgress:
-        """The object that runners poll between layers, so that messages in flight progress."""
+        """The object whose ``poll`` is called between layers, so that messages in flight progress."""
 
     def wait(self, block: str | None = None) -> None:
         """Wait until the updated parameters of ``block`` (None: of all blocks) have arrived from their owners."""
@@ -622,9 +622,9 @@ class ParameterStore:
     order.
 
     [Note: groups of nodes] With ``shard_nodes`` a unit is gathered inside a group of nodes (``grid.shard_group``), so
-    each group keeps all parameters. A rank still owns and updates its part of a division over all ranks. It keeps
-    copies of the shards of the ranks at its place in the other groups (``grid.replicas``), which send it new values
-    after each update: the shards that the rank keeps, all together, are what it sends when a unit is gathered.
+    each group keeps all parameters. A rank still owns and updates its part of a division over all ranks. In each other
+    group one rank corresponds to it (``grid.replicas``). A rank keeps copies of the shards of these ranks, which send
+    it new values after each update. When a unit is gathered, it sends its own shard and these copies.
 
     [Note: newer values on a GPU] If a rank is alone in its data group and trains on a GPU, the GPU may have newer
     parameters than this store. These values are copied to the host when :attr:`values`, :meth:`owned` or
@@ -885,7 +885,7 @@ class ParameterStore:
         return self.grid.bytes_sent + sum(gathering.bytes_left for gathering in self._gathering)
 
     def _last_region(self, block: str) -> int:
-        """Return how many regions, counted from the first, a rank must wait for before it reads ``block``."""
+        """Return how many regions ([Note: regions]) must have arrived, in order, before a rank reads ``block``."""
         ends = [e.span.stop for e in self.layout.entries if e.block == block and e.spec.size]
         return sum(region.start < max(ends, default=0) for _, region in self._regions)
 
@@ -958,7 +958,7 @@ class ParameterStore:
             self._gathering[0].poll()
 
     def _begin(self, unit: Unit) -> None:
-        """Begin to gather a unit into the slot that is not in use. Collective over the data group."""
+        """Begin to gather a unit into the slot (buffer) that is not in use. Collective over the data group."""
         if self._gathering:  # what other groups of nodes have updated
             self.wait(max(unit.blocks, key=lambda block: self._needed[block]))
         spans = [[span for shard in kept for span in self._buffer_spans(unit, shard)] for kept in self._sent_by]
@@ -967,7 +967,7 @@ class ParameterStore:
         self._coming = unit, begin_gather(self.grid.shard_group, sent, target, spans, halves=self._rounded)
 
     def _bring(self, unit: Unit) -> int:
-        """Finish gathering a unit, and return the number of its slot. Collective over the data group."""
+        """Finish gathering a unit, and return the number of its slot (buffer). Collective over the data group."""
         if self._coming is not None and self._coming[0] is not unit:
             self._finish()  # another unit needs the slot of the prefetch, which must first end on all ranks
             self.memory.barrier("gather")
@@ -999,7 +999,7 @@ class ParameterStore:
         return tuple(spans)
 
     def _sent(self, unit: Unit, shard: Shard) -> list[Array]:
-        """Return the values of ``shard``, in the order of :meth:`_buffer_spans`. Not collective."""
+        """Return what a gather of ``unit`` sends of a shard, in the order of :meth:`_buffer_spans`. Not collective."""
         parts = [self.stored_span(shard, unit.index, shard.spans[unit.index])]
         for entry in unit.aliases:
             home = self._home(entry.spec.tied)
@@ -1080,11 +1080,14 @@ class ParameterAllGather:
 
     @property
     def ended(self) -> bool:
-        """Tell whether this rank has waited until all regions were complete. Not collective."""
+        """Tell whether this rank has waited for all regions of the parameters. Not collective."""
         return self._ready == len(self._regions)
 
     def begin(self, regions: int | None = None) -> None:
-        """Begin the all-gathers of the first ``regions`` regions, or of all. Collective over the data group."""
+        """Begin the all-gathers of the parameters' first ``regions`` regions, or of all.
+
+        Collective over the data group.
+        """
         for spans in self._regions[len(self._gatherings) : regions]:
             own, targets = [self._values[slice(*spans[self._comm.rank])]], [(span,) for span in spans]
             self._gatherings.append(begin_gather(self._comm, own, self._values, targets, halves=self._halves))
@@ -1111,7 +1114,7 @@ class ParameterAllGather:
             gathering.wait()
 
     def wait(self, regions: int | None = None) -> None:
-        """Wait until the first ``regions`` regions are complete, or all of them if it is None.
+        """Wait until the first ``regions`` regions of the parameters are complete, or all of them if it is None.
 
         Collective over the data group: ranks may call this method at different times, but all must have waited for all
         regions before the next update. See [Note: small messages first].
@@ -1130,7 +1133,7 @@ class ParameterAllGather:
                 self._memory.synchronize()
 
     def _note(self) -> None:
-        """Record that one more region has arrived on this rank, and begin the node's barrier for that region."""
+        """Record that one more region of parameters has arrived on this rank, and begin the node's barrier for it."""
         self._arrived += 1
         self._barriers.append(None if self._memory is None else self._memory.ibarrier("all-gather"))
 

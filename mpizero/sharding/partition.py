@@ -171,7 +171,7 @@ Tiles = int | Mapping[str, int] | None
 
 
 def check_tiles(value: Any) -> Tiles:
-    """Check and return the setting ``tiles``: a number of tiles, numbers by axis, or None."""
+    """Check and return the setting ``tiles``: into how many parts layers or sequences are cut, by axis; or None."""
     if value is None:
         return None
     if isinstance(value, Mapping):
@@ -217,13 +217,13 @@ class ParallelLayout(AxisSettings, SplitSettings):
 
     @property
     def wanted_virtual_ranks(self) -> dict[str, int]:
-        """The number of tiles that the settings request on each axis, even if the axis's size does not allow it."""
+        """The number of tiles that the settings request on each axis, even if the axis's ranks cannot compute them."""
         wanted = self.tiles if isinstance(self.tiles, Mapping) else dict.fromkeys(TILED_AXES, self.tiles)
         return {axis: wanted.get(axis) or getattr(self, axis) for axis in TILED_AXES}
 
     @property
     def virtual_ranks(self) -> dict[str, int]:
-        """The numbers of tiles by axis: :attr:`tensor_virtual_ranks` and :attr:`context_virtual_ranks`."""
+        """The numbers of tiles (parts of layers, or of sequences) by axis name, "tensor" and "context"."""
         sizes = {"tensor": self.tensor, "context": self.context}
         return {axis: n if can_host(sizes[axis], n) else sizes[axis] for axis, n in self.wanted_virtual_ranks.items()}
 
@@ -390,7 +390,7 @@ class PartitionedModel:
 
     @cached_property
     def uses(self) -> dict[str, tuple[Use, ...]]:
-        """For every parameter that several stages use, by its name: all of its uses, in declared order."""
+        """For every parameter that several stages use, by name: all places in the model that use it, in order."""
         return {name: uses for name, uses in self._all_uses.items() if len({use.stage for use in uses}) > 1}
 
     @property
@@ -630,7 +630,7 @@ def resolve_tiles(parallel_layout: ParallelLayout, tiles: Tiles, model: Any) -> 
 
 
 def incompatible_axes(parallel_layout: ParallelLayout) -> list[str]:
-    """Return a text for each axis whose size does not allow the requested number of tiles. Not collective."""
+    """Return a message for each axis whose ranks cannot compute the requested number of tiles. Not collective."""
     problems = []
     for axis, count in parallel_layout.wanted_virtual_ranks.items():
         if parallel_layout.virtual_ranks[axis] != count:

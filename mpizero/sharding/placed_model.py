@@ -193,7 +193,7 @@ class PlacedModel:
 
     @property
     def bits(self) -> str:
-        """Tell whose bits results have: "every CPU", or "this CPU, because" and what besides this library computes."""
+        """Tell which CPUs compute these bits: "every CPU", or "this CPU, because" and what else computes."""
         optimizer = None if self.updater is None else self.updater.optimizer
         return bits(foreign_arithmetic(self.model, self.config.device, optimizer))
 

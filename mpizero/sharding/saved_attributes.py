@@ -77,7 +77,7 @@ def check_layout(layout: Mapping[str, Any], saved: Mapping[str, Any] | None) -> 
 
 
 def axis_record(parallel_layout: ParallelLayout) -> dict[str, int]:
-    """Return the checkpoint's record of the sizes of the axes; that of a domain, if there is one, is its ranks."""
+    """Return the checkpoint's record of the sizes of the axes; a domain's size is its number of ranks."""
     sizes = {axis: getattr(parallel_layout, axis) for axis in AXES}
     return sizes | ({"domain": math.prod(parallel_layout.domain)} if parallel_layout.domain else {})
 
@@ -638,7 +638,7 @@ class RowReader:
 
 
 def _take(piece: ArrayPiece, window: Array, where: Span) -> None:
-    """Copy the elements of ``window`` that belong to ``piece``, a piece of a slice, into the piece.
+    """Copy from ``window`` to the array of ``piece`` those elements that it has of this rank's slice.
 
     ``window`` holds complete rows of the whole array; ``where`` is the range of elements of these rows in the array.
     """

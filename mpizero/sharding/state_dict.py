@@ -97,7 +97,7 @@ def _integer_arrays(engine: Engine, *, filled: bool) -> list[SavedArray]:
 def _parameter_arrays(
     engine: Engine, wanted: Callable[[ParameterSpec], bool], values: Array | None = None
 ) -> list[SavedArray]:
-    """Return the arrays of all parameters of the model, with this rank's own pieces of the ``wanted`` ones.
+    """Return the arrays of all parameters of the model, with this rank's ranges of those that ``wanted`` accepts.
 
     ``wanted`` tells for each parameter of this rank whether its pieces are included. The pieces are views of ``values``
     (see :func:`local_arrays`), or of the parameters if ``values`` is None.
@@ -114,7 +114,7 @@ def _parameter_arrays(
 def _state_arrays(
     engine: Engine, state: Mapping[str, Array], wanted: Callable[[ParameterSpec], bool], *, local_only: bool = False
 ) -> list[SavedArray]:
-    """Return all arrays of the optimizer state, with this rank's pieces of those whose parameter is ``wanted``.
+    """Return all arrays of the optimizer state, with this rank's ranges where ``wanted`` accepts the parameter.
 
     ``state`` is this rank's state by slot. With ``local_only``, copies of state from the shards of other ranks are left
     out.
@@ -131,7 +131,7 @@ def _state_arrays(
 
 
 def _global_arrays(folder: str, specs: Iterable[ParameterSpec], real: np.dtype[Any]) -> dict[str, SavedArray]:
-    """Return, by parameter name, the arrays of the whole model that ``specs`` describe, without pieces.
+    """Describe, by name, the whole array of each parameter in ``specs``; the ranges that a rank holds are added later.
 
     ``folder`` is the first part of the arrays' names in the checkpoint, such as ``parameters``.
     """
@@ -139,7 +139,7 @@ def _global_arrays(folder: str, specs: Iterable[ParameterSpec], real: np.dtype[A
 
 
 def _add(arrays: Mapping[str, SavedArray], piece: ArrayPiece, wanted: Callable[[ParameterSpec], bool]) -> None:
-    """Add a piece to its array if its parameter is ``wanted``."""
+    """Add a piece (range that this rank holds) to the description of its array, if ``wanted`` accepts its parameter."""
     if wanted(piece.spec):
         arrays[piece.spec.guest or piece.spec.name].pieces.append(piece)
 

@@ -184,7 +184,7 @@ class Updater:
         return rate if step == self.step_count else self.learning_rate()
 
     def _made(self) -> None:
-        """Count one optimizer step, and record its learning rate."""
+        """Count one step of the optimizer, and record the learning rate of the step."""
         self.last_rate = self.rate
         self.step_count += 1
 
@@ -270,7 +270,7 @@ class Updater:
         operands: tuple[Any, ...],
         scalars: tuple[Array, ...],
     ) -> None:
-        """Call ``apply(scalars)``, which updates parameters and state in place; from a recording where that can be."""
+        """Call ``apply(scalars)``, which updates parameters and state in place, or repeat a recording of that."""
         self._last, values = calls, self._parameters()
         if not self._records or type(values) is not np.ndarray:
             apply(scalars)
@@ -323,7 +323,7 @@ class Updater:
         return host
 
     def exchange_ties(self, reduced: Array) -> None:
-        """Replace, in ``reduced``, gradients of parameters that several stages use by the sums over all their uses.
+        """Add up, in ``reduced``, all gradients of each tied parameter that belongs to several stages.
 
         Collective over the data groups of these stages; see :class:`TieExchange`.
         """
@@ -443,7 +443,7 @@ class Updater:
             self._follow(self.store.values[piece.store : piece.store + piece.size], piece.state)
 
     def _follow(self, w: Array, state: int) -> None:
-        """Update the moving average, if any, of parameters ``w``, whose state begins at index ``state``."""
+        """Update the moving average, if any, of parameters ``w``; it begins at index ``state`` of its array."""
         if EMA in self.state:
             self.optimizer.follow(w, self.state[EMA][state : state + w.size])
 
@@ -554,7 +554,7 @@ class TensorTree:
 
     @cached_property
     def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
-        """The tiles of each optimized parameter, by its name."""
+        """The tiles (parts on virtual ranks) of each optimized parameter, by the parameter's name."""
         return {e.spec.name: tile_rows(e.spec) for e in self._layout.parameters if e.spec.optimized}
 
     @cached_property
@@ -582,7 +582,7 @@ class TensorTree:
 
     @cached_property
     def _local_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
-        """The plan of this rank's sums: contiguous ranges are summed in place, strided ranges from copies."""
+        """The plan of this rank's sums over tensors: contiguous ranges are read where they lie, strided ones copied."""
         cuts: list[tuple[int, int, int, int]] = []
         strided: list[tuple[int, int, StridedTile]] = []
         offset = 0
@@ -627,7 +627,7 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
 
 
 def _trees(shard: Shard, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
-    """Yield, for each sum that a rank computes and sends, the parameter's name, the tile's index, and the subtrees."""
+    """Yield, for each sum that a rank computes and sends: the parameter, the tile's index, and the sum's subtrees."""
     for entry, part, _ in shard.pieces():
         for tile, rows in enumerate(tiles.get(entry.spec.name, ())):
             inside = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
@@ -753,7 +753,7 @@ class GlobalSums:
 
 
 def tiles_of(spec: ParameterSpec) -> int:
-    """Return how many tiles of a parameter a rank holds; 1 for a parameter that is not cut into tiles."""
+    """Return how many tiles (parts of virtual ranks) of a parameter a rank holds; 1 for an uncut parameter."""
     return len(spec.part.tiles) or 1 if spec.part is not None else 1
 
 

@@ -153,7 +153,7 @@ class ShardedVectors:
         self._factors = () if preconditioner is None else tuple(self._scaled(preconditioner))
 
     def _scaled(self, preconditioner: Diagonal) -> Iterator[tuple[UpdatePiece, Any]]:
-        """Yield pieces whose preconditioner is not 1, with the factors, a number or an array. Not collective."""
+        """Yield the pieces (ranges of parameters) whose preconditioner is not 1, with its factors. Not collective."""
         for piece in self._updater.pieces:
             spec = piece.entry.spec
             factors = self._side(piece, preconditioner.of(spec, home_of(spec)))
@@ -170,7 +170,7 @@ class ShardedVectors:
                     yield _Limited(piece, *sides)
 
     def _side(self, piece: UpdatePiece, limit: Limit) -> Limit:
-        """Return the elements of a bound, or of a preconditioner, that belong to a piece. Not collective."""
+        """Return the elements of a bound, or of a preconditioner, for a piece (range of parameters). Not collective."""
         if not isinstance(limit, np.ndarray):
             return limit
         part = np.empty(piece.size, self._updater.dtype)
@@ -277,13 +277,16 @@ class ShardedVectors:
             self._of(target, piece)[fixed] = 0
 
     def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
-        """Set the elements that :meth:`drop_fixed` clears to ``bound - point``. Not collective."""
+        """Write ``bound - point`` to those elements that :meth:`drop_fixed` would set to 0. Not collective."""
         for piece, limit, fixed in self._fixed(gradient, reach):
             distance = limit - self._of(POINT, piece)
             self._of(direction, piece)[fixed] = distance[fixed]
 
     def _fixed(self, gradient: str, reach: float) -> Iterator[tuple[UpdatePiece, Any, Array]]:
-        """Yield each piece with one of its bounds, and a mask of elements that reach the bound. Not collective."""
+        """Yield each piece (range of parameters), one of its bounds, and a mask of the elements at it.
+
+        Not collective.
+        """
         for piece, lower, upper in self._limited:
             slope = self._of(gradient, piece)
             ahead = self._of(POINT, piece) - slope.dtype.type(reach) * slope

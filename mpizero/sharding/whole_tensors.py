@@ -193,7 +193,7 @@ class TensorPlan:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the tensors."""
+        """The names of the tensors that the optimizer updates as a whole."""
         return frozenset(entry.spec.name for entry in self.tensors)
 
     def owned(self, rank: int) -> list[int]:
@@ -202,7 +202,7 @@ class TensorPlan:
 
     @cached_property
     def gathers(self) -> list[list[Move]]:
-        """For each data rank, the moves of gradient elements from holders to owners in which the rank takes part."""
+        """For each data rank, the moves it takes part in to gather each tensor's gradient on the tensor's owner."""
         return self._by_rank(
             Move(number, span, self._source(self.owners[number], shard), self.owners[number])
             for number, shard, span in self._parts
@@ -210,7 +210,7 @@ class TensorPlan:
 
     @cached_property
     def returns(self) -> list[list[Move]]:
-        """For each data rank, the moves of updated elements from owners to holders in which the rank takes part."""
+        """For each data rank, the moves it takes part in to send updated tensors from their owners to all holders."""
         return self._by_rank(
             Move(number, span, self.owners[number], target)
             for number, shard, span in self._parts
@@ -218,7 +218,7 @@ class TensorPlan:
         )
 
     def _by_rank(self, moves: Iterable[Move]) -> list[list[Move]]:
-        """Return, for each rank, the moves in which it takes part, in their order."""
+        """Return, for each rank, the moves (messages or copies) in which it takes part, in their order."""
         by_rank: list[list[Move]] = [[] for _ in self._holders]
         for move in moves:
             for rank in {move.source, move.target}:
@@ -226,7 +226,7 @@ class TensorPlan:
         return by_rank
 
     def _source(self, owner: int, shard: int) -> int:
-        """Return the holder that sends a shard's elements to ``owner``: itself, one on its node, or rank ``shard``."""
+        """Return the rank that sends a shard's elements to ``owner``: the owner, one on its node, or rank ``shard``."""
         node = next(ranks for ranks in self.nodes if owner in ranks)
         return owner if owner in self._holders[shard] else next((r for r in node if r in self._holders[shard]), shard)
 
@@ -275,10 +275,10 @@ OffsetOf = Callable[[UpdatePiece], int]
 
 
 class TensorExchange:
-    """Gather arrays of whole tensors on their owners, and send arrays of owned tensors to their holders.
+    """Gather the elements of each tensor on its owner, the rank that updates it, and send results to its holders.
 
-    Methods that send are collective over the data group; their ``tag`` distinguishes exchanges that are in flight
-    together.
+    Holders are the ranks whose pieces have elements of the tensor. Methods that send are collective over the data
+    group; their ``tag`` distinguishes exchanges that are in flight together.
 
     Parameters
     ----------
@@ -457,7 +457,7 @@ class TieExchange:
             yield from arrived[use]
 
     def _gradient(self, tie: _Tie, use: Use, span: Span, reduced: Array) -> Array:
-        """Return a view, in ``reduced``, of the gradient of one use on this stage, for the elements ``span``."""
+        """Return a view, in ``reduced``, of elements ``span`` of the gradient of one use of a tied parameter."""
         piece = self.pieces[tie.name]
         start = (piece.gradient, *piece.uses)[use.number] + span.start - tie.local_span.start
         return reduced[start : start + span.size]

@@ -401,7 +401,7 @@ class SplitTraining:
         self._compare(comm, expected)
 
     def serial(self) -> list[dict[str, Any]]:
-        """Train in this process, check the passes of every block, and return loss, gradients and so on by step."""
+        """Train in this process alone, check the passes of every split block, and return the results of each step."""
         passes = SplitPasses(self.model, self.axis, self.virtual_ranks)
         passes.check_parameters()
         steps = self._trained("self", 1)

@@ -151,7 +151,8 @@ def _check_best(setup: RunSetup) -> None:
 def open_folder(folder: RunFolder, progress: Progress, how_to_resume: str, *, resume: bool) -> None:
     """Open the run's folder; if the run is not resumed, move the files of an earlier run into a folder below it.
 
-    Not collective. ``how_to_resume`` is, for the message to the user, the option or call that resumes a run.
+    Not collective. A message then says where the files are, and that ``how_to_resume``, an option or call, would have
+    resumed the run.
     """
     folder.open()
     earlier = None if resume else folder.set_aside()

@@ -206,7 +206,7 @@ class CompiledBlock:
         return program
 
     def _compiled(self, parameters: list[Array], inputs: list[Any], structure: Any, key: Array | None) -> BlockProgram:
-        """Trace the block for inputs of these shapes ([Note: halves])."""
+        """Trace the block for inputs of these shapes, and return its programs ([Note: halves])."""
         differentiated = [] if self._first else [i for i, leaf in enumerate(inputs) if leaf.dtype.kind in "fcV"]
         structures: dict[str, Any] = {}
 
@@ -268,7 +268,7 @@ class Backward:
         ]
 
     def halves(self, parameters: list[Array], inputs: list[Any], count: int) -> tuple[Half, Half]:
-        """Compile both halves; ``count`` arrays of the input have a gradient."""
+        """Compile the backward pass for inputs and that for weights; ``count`` arrays of the input have a gradient."""
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.saved]
         dy = [shape for shape in self.shapes if shape is not None]
         full = flat_program(self._backward, [*parameters, *inputs], shapes, dy)
@@ -356,7 +356,7 @@ class JaxBlock(Layer):
         return self._compiled.forward(self._leaves(params), inputs, key)
 
     def backward_input(self, params: Params, cache: ForwardCache, dy: Any) -> tuple[Any, list[Any]]:
-        """Return the gradient of the input (None in the first block, and for integers), and intermediate results."""
+        """Return the input's gradient (None in the first block, and for integers), and values for the weights' pass."""
         return self._compiled.backward_input(self._leaves(params), cache, dy)
 
     def backward_weights(self, params: Params, cache: ForwardCache, pending: list[Any], grads: Params) -> None:

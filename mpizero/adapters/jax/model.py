@@ -71,10 +71,10 @@ class JaxModel:
     Notes
     -----
     ``x`` and ``y`` are arrays, or pytrees of them. Arrays wider than the parameters are converted to the parameters'
-    precision. On the first samples, loss and gradient are compared with those for two parts of the samples, and each
-    function is traced twice: a mean in place of a sum, samples whose results depend on each other, and random numbers
-    of ``numpy.random`` raise an error. Importing this package before JAX has computed anything gives XLA as many
-    threads as ``OMP_NUM_THREADS`` says, or 1.
+    precision. On the first samples, loss and gradient are compared with the sums over two parts of the samples. A mean
+    in place of a sum, and samples whose results depend on each other, thus raise an error. Each function is traced
+    twice, so random numbers of ``numpy.random`` raise one, too. Importing this package before JAX has computed anything
+    gives XLA as many threads as ``OMP_NUM_THREADS`` says, or 1.
 
     Examples
     --------
@@ -194,7 +194,7 @@ class _Called:
         self.__signature__ = inspect.signature(method)
 
     def __call__(self, parameters: Mapping[str, Array], batch: tuple[Any, Any], run: Run = EVALUATE) -> Any:
-        """Return what the method returns."""
+        """Return what the method returns for these arguments."""
         return self._method(parameters, batch, run)
 
 

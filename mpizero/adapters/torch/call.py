@@ -62,7 +62,7 @@ class ModuleTensor:
 
     @property
     def now(self) -> torch.Tensor:
-        """The tensor that the first of the locations holds now."""
+        """The tensor that the module holds now, read from the first of its ``locations``."""
         owner, key = self.locations[0]
         return owner[key]
 

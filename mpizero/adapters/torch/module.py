@@ -80,12 +80,12 @@ class TorchModel:
         PyTorch's generator seeded by ``seed``, and again for each sharded model, for its start values; so no rank keeps
         a copy of them. All parameters must be float32, or all float64.
     loss : callable
-        ``loss(prediction, target)``, on tensors. The loss returns the sum over samples, or that sum and its weight;
-        otherwise the weight is the number of samples. ``torch.nn.CrossEntropyLoss(reduction="sum")`` is such a loss. If
-        the loss has a parameter ``module``, it is given the module that is trained, for a penalty on weights or another
-        pass; if it has a parameter ``x``, it is given the module's input, with respect to which the prediction can be
-        differentiated. Module and loss then form a model of one function, without blocks. Multiply a term that does not
-        depend on the samples by their number.
+        ``loss(prediction, target)``, on tensors. The loss returns the sum over samples, or that sum and the
+        samples' weight. The weight is the number of samples if it is not returned, as by
+        ``torch.nn.CrossEntropyLoss(reduction="sum")``. If the loss has a parameter ``module``, it is given the module
+        that is trained, for a penalty on weights or another pass; if it has a parameter ``x``, it is given the module's
+        input, with respect to which the prediction can be differentiated. Module and loss then form a model of one
+        function, without blocks. Multiply a term that does not depend on the samples by their number.
     blocks : nn.Sequential, list of submodules and names, or None
         The submodules that the module runs one after the other, in this order, and nothing else: ``["embedding",
         "layers.*", "head"]``. These blocks are the units that ZeRO-3 gathers, pipelines distribute and activation
@@ -426,7 +426,7 @@ class TorchModel:
 
 
 def _takes_nothing(function: Any) -> bool:
-    """Tell whether something can be called without arguments."""
+    """Tell whether ``function`` can be called without arguments."""
     try:
         inspect.signature(function).bind()
     except (TypeError, ValueError):
@@ -568,11 +568,11 @@ class LeftBehind:
             module.register_load_state_dict_pre_hook(self.before_load)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a hook that prints nothing."""
+        """Return a hook for the copy of the module, which prints nothing."""
         return type(self)()
 
     def __reduce__(self) -> Any:
-        """Pickle a hook that prints nothing; ``torch.save(module)``, which pickles, is itself a use to be noticed."""
+        """Print the notice: ``torch.save(module)`` uses the module. The pickled copy gets a hook that is silent."""
         if self._module is not None and (module := self._module()) is not None:
             self._used(module, "is pickled")
         return type(self), ()

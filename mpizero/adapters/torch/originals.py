@@ -198,7 +198,7 @@ class Originals:
 
 
 class Reads(Kernels):
-    """Note the name of the first tensor that an operation uses, among those whose addresses ``names`` has."""
+    """Note which tensor is used first by an operation, of those in ``names``, a mapping from address to name."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()

@@ -287,7 +287,7 @@ class ModuleCall:
 
 
 def efficient_samples(calls: Sequence[ModuleCall], dtype: np.dtype[Any]) -> EfficientSamples:
-    """Return an :class:`EfficientSamples` that counts the work of forward passes of copies of the blocks.
+    """Return the :class:`EfficientSamples` for these blocks, which counts the work of passes by running copies of them.
 
     ``calls`` are the blocks in the order in which they run; ``dtype`` is the dtype of the parameters.
     """
@@ -296,7 +296,7 @@ def efficient_samples(calls: Sequence[ModuleCall], dtype: np.dtype[Any]) -> Effi
 
 
 def _work(calls: Sequence[ModuleCall], dtype: np.dtype[Any], x: Any, y: Any) -> PassWork:
-    """Return the work of a forward and backward pass on ``x``, with parameters that are zero."""
+    """Return the work of a forward and backward pass of the blocks on ``x``, with parameters set to zero."""
     counter, x = _Counter(), map_leaves(as_tensor, x)
     for call in calls:
         x = call.on_zeros(x, dtype, counter)

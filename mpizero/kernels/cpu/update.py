@@ -139,12 +139,12 @@ def _round(x: Array) -> None:
 
 
 def _adds_last(program: Array) -> bool:
-    """Tell whether the last instruction of a program is an addition, which is left to the loop of the update."""
+    """Tell whether a sum's last instruction is an addition, which the loop that updates the parameters then does."""
     return program.size > 1 and program[program.size - 1] != ROUND
 
 
 def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
-    """Execute a program on ``count`` columns, but for its last addition (or only push); leave the stack in ``scratch``.
+    """Execute a tree program on ``count`` columns, without its last addition (or only push); the stack is ``scratch``.
 
     A push and the addition that directly follows it are done in one loop.
     """
@@ -175,14 +175,14 @@ def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
 
 
 def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the first operand of the program's last addition; without it, of the whole sum."""
+    """Return ``count`` elements of the left operand of the sum's last addition; without one, of the whole sum."""
     if program.size <= 2:
         return _row(rows_a, first_a, rows_b, first_b, program[0], count)
     return _level(scratch, 0, count)
 
 
 def _right(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the second operand of the program's last addition.
+    """Return ``count`` elements of the right operand of the sum's last addition.
 
     If there is none (:func:`_adds_last`), return some array, which must not be read.
     """
@@ -412,7 +412,7 @@ def int8_decode(scales: Array, codes: Array, out: Array) -> None:
 
 
 def _reach(counts: Array, used: int, wanted: int) -> int:
-    """Return the largest index for which the sum of ``counts[index:used]`` is at least ``wanted``."""
+    """Return the largest ``index`` for which the sum of ``counts[index:used]`` is at least ``wanted``."""
     index = used
     while wanted > 0:
         index -= 1

@@ -4,9 +4,9 @@
 an order fixed by the block's size. All threads of the block must call these functions, each with its own value, and all
 get the same result. To reduce a row of a matrix, each thread first reduces some of the row's elements.
 
-In layer and root-mean-square normalization, rows are samples or positions of sequences. Each block of threads computes
-one row; each thread computes one column of the gradients of gamma and beta. Activation functions, bias additions and
-column sums have one thread per element (or column).
+In layer and root-mean-square normalization, rows are samples or positions of sequences. One block of threads computes
+the output, or the gradient of the input, of one row; one thread computes the gradients of gamma and beta of one column.
+Activation functions and bias additions have one thread per element, column sums one per column.
 
 :func:`pack` and the kernels after it copy ranges of arrays, convert to and from 16-bit formats, and scale. Numbers of
 16 bits are stored as uint16, because NumPy has no bfloat16. :func:`gather` looks up rows of an embedding table by their

@@ -358,7 +358,7 @@ def top_encode(values: Array, residual: Array, counts: Array, indices: Array, la
 
 
 def _threshold(values: Array, wanted: int) -> tuple[int, int]:
-    """Return the smallest magnitude among the ``wanted`` largest, and how many of these are equal to it.
+    """Return the smallest of the ``wanted`` largest magnitudes, and how many of these are equal to it.
 
     The magnitude is returned as bits (see :func:`mpizero.kernels.formulas.magnitude`).
     """

@@ -2,7 +2,7 @@
 
 :func:`write_trace` writes the traced steps in the JSON trace-event format that Perfetto and chrome://tracing open, one
 row a rank. :func:`measure_step` trains, every other step with tracing, and returns :class:`StepTimes`. The least
-times come from a plan of the same training and the machine's measured speeds.
+times are computed from what ``mpizero plan`` counts for the same training, and from the measured speeds of the machine.
 """
 
 from __future__ import annotations

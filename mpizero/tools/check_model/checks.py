@@ -210,7 +210,7 @@ class Slope(NamedTuple):
 
     @property
     def off(self) -> float:
-        """Return the distance between ``numerical`` and ``analytical``."""
+        """Return the distance between the numerical and the analytical slope."""
         return abs(self.numerical - self.analytical)
 
 

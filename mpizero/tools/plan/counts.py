@@ -65,7 +65,7 @@ class Sent(NamedTuple):
 
 
 def total_sent(parts: Iterable[Sent]) -> Sent:
-    """Return the sum of ``parts``. Not collective."""
+    """Return the bytes and messages of all ``parts`` together. Not collective."""
     total = Sent()
     for part, count in Counter(parts).items():
         total += part.times(count)
@@ -384,7 +384,8 @@ class RecordingGroup:
 class FieldExtents:
     """Note the extents of the fields that the layers of each block ask for, and tell them again, in the same order.
 
-    A rank's part of a field does not say how large the field is. So blocks first run on whole fields.
+    A rank's part of a field does not say how large the field is. So blocks run first on whole fields, whose extents
+    are noted, and then on a rank's parts, whose layers are told these extents.
     """
 
     def __init__(self) -> None:
@@ -393,7 +394,7 @@ class FieldExtents:
         self._told = 0
 
     def begin(self, block: str | None) -> None:
-        """Begin a block, or the loss (None). Not collective."""
+        """Begin to note or tell the extents of a block's fields, or of the loss's (None). Not collective."""
         self._block, self._told = block, 0
 
     def note(self, extents: tuple[int, ...]) -> None:
@@ -463,7 +464,7 @@ class StepBatches:
     _round_plans: dict[tuple[int, ...], RoundPlan] = field(default_factory=dict, init=False, compare=False)
 
     def rows(self, grid: PlannedGrid) -> int:
-        """Return the number of gradient rows that a rank allocates without rounds of grains. Not collective.
+        """Return how many rows (gradient vectors) a rank allocates if it does not compute in rounds. Not collective.
 
         A row is an array that holds a gradient or a partial sum.
         """
@@ -490,7 +491,7 @@ class StepBatches:
         return starts_of(parts, [(stop - start) * size for size in sample_bytes])[-1]
 
     def rows_plan(self, grid: PlannedGrid) -> RowsPlan:
-        """Return the plan by which gradients are summed, if grains are not computed in rounds. Not collective.
+        """Return the plan of one sum of all gradients of a step, for strategies without rounds. Not collective.
 
         All ranks whose groups have the sizes in ``grid`` have the same plan. Each context rank's part of a grain counts
         as a grain.
@@ -504,7 +505,7 @@ class StepBatches:
         return self._rows_plans[key]
 
     def round_plan(self, grid: PlannedGrid) -> RoundPlan:
-        """Return the plan by which gradients are summed, if grains are computed in rounds. Not collective.
+        """Return the plan of sums in rounds, in each of which a rank computes at most one grain. Not collective.
 
         All ranks whose groups have the sizes in ``grid`` have the same plan. Each context rank's part of a grain counts
         as a grain.
@@ -564,7 +565,7 @@ class StepBatches:
 
 
 def _kind(grid: PlannedGrid) -> tuple[int, ...]:
-    """Return a key that is equal for grids with the same assignment of grains and order of gradient sums."""
+    """Return a key that is equal for groups of ranks with the same grains and the same order of gradient sums."""
     return grid.data.size, grid.batch.size, grid.context.size, *grid.group_sizes
 
 
@@ -696,7 +697,7 @@ class PlannedRanks:
         return inside_nodes(self.axes, group, self.hosts)
 
     def grid(self, rank: int) -> PlannedGrid:
-        """Return the groups of one rank. Not collective."""
+        """Return the process groups of one rank of the planned job. Not collective."""
         coordinates = self.axes.coordinates(rank)
         members = {name: self.axes.group(rank, differing) for name, differing in GROUPS.items()}
         data = PlannedGroup(members["data"].index(rank), len(members["data"]))
@@ -773,7 +774,7 @@ class PlannedTraining:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of one element of a parameter in a message."""
+        """Bytes that one element of a parameter takes in a message."""
         return WIRE.packed(1) if self.config.wire_parameters else self.itemsize
 
     @property

@@ -222,7 +222,7 @@ class RankMemory:
         return self._shared(sum(shards.shards[rank].size for rank in grid.held_ranks) * self._item)
 
     def _gradients(self) -> MemoryBytes:
-        """Return the memory of gradients: rows, or in rounds a reduce-scatter buffer and a stack.
+        """Return the memory of gradients: rows (gradient vectors) or, in rounds, a reduce-scatter buffer and a stack.
 
         A row is an array that holds a gradient or a partial sum. A reduce-scatter buffer holds the gradients that the
         node's ranks computed for one or two units. The stack keeps partial sums from round to round. In both cases the
@@ -569,7 +569,7 @@ class TrainingPlan:
     # ------------------------------------------------------------------ parts
 
     def _flow(self, traffic: RankTraffic) -> StageActivations:
-        """Return the memory that the micro-batches of the rank of ``traffic`` need.
+        """Return the memory that a rank needs for its micro-batches; ``traffic`` is that of the rank.
 
         The result is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
         """

@@ -412,7 +412,7 @@ class StepPasses:
 
     @property
     def _owned(self) -> int:
-        """Number of gradient elements that this rank owns; it computes their sums over all ranks."""
+        """Number of gradient elements whose sums over all ranks this rank computes, because it owns the parameters."""
         return sum(self.traffic.part.shards.gradients[self.traffic.grid.data.rank])
 
     @property
@@ -597,7 +597,7 @@ class TimeFloors:
         return sent.messages * self.machine.seconds(operation, sent.bytes / sent.messages, where)
 
     def _windows(self, traffic: RankTraffic) -> float:
-        """Return the seconds in which tensor and context group copy, sum and wait at barriers in their windows."""
+        """Return the seconds that tensor and context group copy, sum and wait at barriers in shared windows."""
         total = 0.0
         for group, calls in traffic.calls:
             for call, times in calls.items() if group.shares_memory else ():

@@ -128,7 +128,7 @@ def definitions(meanings: Iterable[tuple[str, str]]) -> Markup:
 
 
 def figure(picture: Markup, caption: str, *more: str) -> Markup:
-    """Return a figure with a picture, ``more`` content such as a table of the picture's numbers, and a caption."""
+    """Return a figure: a picture, further content (``more``) such as a table of its numbers, and a caption."""
     below = element("figcaption", caption) if caption else Markup("")
     return element("figure", picture, *more, below)
 

@@ -168,8 +168,8 @@ class BatchGradient(NamedTuple):
     """Hold the loss and the averaged gradient of one batch, before the update.
 
     ``values`` is the gradient of the whole model as a flat vector. ``reduced`` has this rank's part of the gradient, as
-    ``Engine.step`` takes it. ``totals`` has the sums of losses and weights. ``grains`` maps the number of each grain
-    (a fixed slice of the global batch) that this rank computes to its loss sum.
+    ``Engine.step`` takes it. ``totals`` has the sums of the samples' losses and weights. ``grains`` maps the number of
+    each grain (a fixed slice of the global batch) that this rank computes to its loss sum.
     """
 
     totals: Totals
@@ -620,7 +620,7 @@ class TrainingPair:
     # ------------------------------------------------------------------ explaining
 
     def _owned(self, located: LocatedDifference) -> Finding:
-        """Return the finding; if it names no ranks yet, add the ranks that update the differing elements."""
+        """Return the finding ``located``; if it names no ranks, add those that update the differing elements."""
         owners = self.training.owners()
         ranks = sorted({int(owner) for owner in owners[located.indices]} - {-1}) if located.of_parameters else []
         return located.finding if located.finding.ranks else replace(located.finding, ranks=tuple(ranks))

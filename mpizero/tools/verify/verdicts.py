@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def alone(self) -> Layout:
-        """The layout of the one process that this layout is compared with; it has the same tiles if possible."""
+        """The layout with a single process, with which this layout is compared; it has as many tiles if possible."""
         tiles = self.parallel.tiles
         if tiles is None:
             sizes = {axis: getattr(self.parallel, axis) for axis in TILED_AXES}

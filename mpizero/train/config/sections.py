@@ -206,7 +206,7 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
         return self.values_of(DataParallelSettings) | self._split()
 
     def _split(self) -> dict[str, Any]:
-        """Return ``tiles``, and with a pipeline its settings, such as ``schedule``, by name."""
+        """Return the settings of the split by name: ``tiles`` and, if there is a pipeline, those of the pipeline."""
         return self.values_of(SplitSettings) if self.pipeline > 1 else {"tiles": self.tiles}
 
     def describe(self, ranks: int) -> str:
