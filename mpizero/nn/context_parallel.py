@@ -102,8 +102,9 @@ class Tile(NamedTuple):
 class Zigzag:
     """Cut a sequence into 2 * ranks chunks of about equal length; rank r holds chunks r and 2 * ranks - 1 - r.
 
-    With this cut all ranks compute about as many unmasked scores, in total and also with the keys of any one rank (in
-    one step of ring attention). The counts of positions on two ranks differ by one at most.
+    The chunks are the shards of a :class:`~mpizero.layout.flat.Partition`. With this cut all ranks compute about as
+    many unmasked scores, in total and also with the keys of any one rank (in one step of ring attention). The counts of
+    positions on two ranks differ by one at most.
 
     Parameters
     ----------

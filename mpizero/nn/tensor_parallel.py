@@ -233,7 +233,7 @@ def complete(group: Group, arrays: Sequence[Array], tag: str) -> None:
 
 
 def local_range(length: int, group: Group) -> tuple[int, int]:
-    """Return the range (start, stop) that this rank holds of ``length`` items, cut into equal shards.
+    """Return the range (start, stop) that this rank holds of ``length`` items: its shard of them.
 
     Not collective.
     """
