@@ -129,13 +129,14 @@ install_cuda() {
 }
 
 # PyTorch's CPU build (another version may come with gigabytes for GPUs), an implementation of SOAP for it, JAX and optax, over
-# what the test environment has.
+# what the test environment has. PyTorch brings all that it needs, because the part gpu takes it from here alone.
 install_torch() {
-    link_test_environment "$1" && "$1/bin/pip" install -q --no-compile torch==2.13.0 jax==0.10.2 optax &&
-        "$1/bin/pip" install -q --no-compile --no-deps pytorch-optimizer==4.1.0
+    "$1/bin/pip" install -q --no-compile torch==2.13.0 jax==0.10.2 optax &&
+        "$1/bin/pip" install -q --no-compile --no-deps pytorch-optimizer==4.1.0 &&
+        link_test_environment "$1"
 }
 
-# What the extra "docs" asks for, over what the test environment has.
+# What the extra "docs" asks for, over what the test environment has and is not installed a second time.
 install_site() {
     link_test_environment "$1" && "$1/bin/python" - >"$LOGS/docs-requirements" <<'LIST' &&
 import configparser
@@ -146,7 +147,6 @@ LIST
         "$1/bin/pip" install -q --no-compile -r "$LOGS/docs-requirements"
 }
 
-# What is installed there after this does not install numpy and its like a second time.
 link_test_environment() {
     "$1/bin/python" - "$("$PY" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" <<'LINK'
 import pathlib, sys, sysconfig
