@@ -134,7 +134,7 @@ class TreeForm:
 
     @classmethod
     def unpacked(cls, data: bytes) -> Self:
-        """Return the form from ``data``, the result of :meth:`packed` on another rank. Not collective."""
+        """Return the description of a message's arrays that :meth:`packed` made on another rank. Not collective."""
         return cls(*pickle.loads(data))
 
 

@@ -132,7 +132,7 @@ class SampleForm:
         return x, y
 
     def stack(self, samples: list[Sample], count: int) -> tuple[Array, Array]:
-        """Return arrays of ``count`` samples on the first axis, with the values of ``samples`` if there are any."""
+        """Return arrays of ``count`` samples: ``samples``, stacked; if there are none, their values are not set."""
         x, y = self._empty(count)
         for position, sample in enumerate(samples):
             x[position], y[position] = sample.x, sample.y

@@ -410,8 +410,8 @@ def pack_transposed(x: Any, at: Any, step: Any, count: Any, terms: Any, memory: 
     """Copy columns of ``count`` rows of ``terms`` elements, one after the other, to ``memory``; return how many.
 
     Only as many columns are copied as fill whole vectors. ``count`` is the number of rows of a high tile, or of its
-    columns. Rows that do not fill a vector are copied first, by whole vectors; the other rows then overwrite the
-    excess.
+    columns. The rows left over from whole vectors are copied first, as a whole vector; the other rows then overwrite
+    the excess.
     """
     lanes = VECTOR // x.itemsize
     rest = count % lanes

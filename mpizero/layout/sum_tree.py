@@ -224,7 +224,7 @@ class Folding:
         self._leaves, self._limit = Leaves.of(total), limit
 
     def add(self, grain: int) -> FoldStep:
-        """Return where the gradient of the next grain, whose index is greater than all before, is written and added."""
+        """Return the rows to which the gradient of the next grain, in ascending order, is written and then added."""
         taken = {row for _, row in self.sums}
         node, targets = _climb(TreeNode(0, self._leaves.number(grain)), self._leaves), list[int]()
         while node.position % 2 and self.sums and self.sums[-1][0] == TreeNode(node.level, node.position - 1):

@@ -188,8 +188,8 @@ def redistribute_adjoint(
 ) -> Array:
     """Return the adjoint of :func:`redistribute`: the gradients of all copies of a position, added up. Collective.
 
-    Unless every rank has got the whole field, it is ``redistribute(dy, target, source)``. Otherwise each rank gets the
-    sum, over the ranks in ascending order, of the gradients of its part.
+    If every rank has got the whole field, each rank gets the sum, over the ranks in ascending order, of the gradients
+    of its part. In all other cases it is ``redistribute(dy, target, source)``.
 
     Parameters
     ----------

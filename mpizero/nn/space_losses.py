@@ -314,7 +314,7 @@ class ResidualLoss(SpaceLoss):
         return float(total[0]), float(total[1]), gradient, np.ones(len(prediction))
 
     def _on_tile(self, found: list[Array], values: Array, weights: Array) -> tuple[float, Array]:
-        """Return the weighted sum of the squares at a tile's positions, and its derivatives by all differences."""
+        """Return the weighted sum of a tile's squared residuals, and its derivatives by each term."""
         residual = self._called(found, values, found[0].dtype)
         outputs = residual.shape[-1]
         loss = float(RelativeL2Loss.square_sums(times(residual, np.sqrt(weights))).sum()) / outputs

@@ -206,9 +206,9 @@ class StagedUpdater(DeviceUpdater):
         self._update({run: copied(reduced[run.gradient : run.gradient + run.size]) for run in self.runs})
 
     def _update(self, fills: Mapping[UpdateRun | UpdatePiece, Fill]) -> None:
-        """Update this rank's ranges of the parameters, section by section.
+        """Update this rank's ranges of the parameters, ``STAGING`` bytes of them at a time.
 
-        ``fills`` holds, for each run or piece, a function that writes gradients of its elements to a host array.
+        ``fills`` holds, for each range, a function that writes gradients of its elements to a host array.
         """
         hypers, norms = self.hypers(), self.optimizer.needs_tensor_norms
         placed = {group: self._placed(hyper) for group, hyper in hypers.items()}

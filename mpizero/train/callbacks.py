@@ -187,7 +187,7 @@ def saved_state(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def restore_state(callbacks: Sequence[Any], saved: Mapping[str, Any]) -> list[str]:
-    """Load the saved state of every callback; return a message for each callback without one, and each left over.
+    """Load the states of callbacks; return a message for each callback without one, and each state without a callback.
 
     Not collective.
     """

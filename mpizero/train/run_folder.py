@@ -415,7 +415,7 @@ class SavedRun:
 
     @classmethod
     def of(cls, attributes: Mapping[str, Any], path: str | Path) -> SavedRun:
-        """Read and check the state in the attributes of a checkpoint, which :func:`saved_attributes` has made.
+        """Read and check a run's state in a checkpoint's attributes, which :func:`saved_attributes` has made.
 
         Not collective. ``path`` is the checkpoint's path for error messages.
 

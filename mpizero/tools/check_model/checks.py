@@ -317,7 +317,7 @@ def steep(point: ParameterPoint, names: Sequence[str]) -> dict[str, Array]:
 
 
 def scales_of(checked: CheckedModel, at: Named, evaluation: LossAndGradients) -> dict[str, float]:
-    """Return the size of changes for every trainable parameter: the root mean square of its elements.
+    """Return, for every trainable parameter, by how much checks change it: the root mean square of its elements.
 
     For a parameter that is all zeros, the size is chosen so that the loss changes by about a tenth, within limits.
     """

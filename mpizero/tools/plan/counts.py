@@ -385,7 +385,7 @@ class FieldExtents:
     """Note the extents of the fields that the layers of each block ask for, and tell them again, in the same order.
 
     A rank's part of a field does not say how large the field is. So blocks run first on whole fields, whose extents
-    are noted, and then on a rank's parts, whose layers are told these extents.
+    are noted, and then, with layers that are given these extents, on a rank's parts.
     """
 
     def __init__(self) -> None:

@@ -579,7 +579,7 @@ class TrainingPair:
         return None
 
     def _slot(self, slot: str, actual: Array, expected: Array, bound: float | None) -> Vectors:
-        """Return the vectors of an optimizer array; its entries are the parameters' if it has as many elements."""
+        """Return what is compared of an optimizer array: by parameter, if it has an element for each of theirs."""
         has_entries = slot not in self.training.updater.optimizer.slots
         return Vectors(
             slot_name(slot), actual, expected, bound, slot_entries(self.training.engine, slot) if has_entries else None
