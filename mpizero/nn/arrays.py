@@ -126,16 +126,8 @@ def contiguous(x: Array, dtype: Any = None) -> Array:
 def copied(x: Array, dtype: Any) -> Array:
     """Return a contiguous copy of ``x`` in ``dtype``."""
     copy: Array = namespace(x).empty(x.shape, dtype)
-    assign(copy, x)
+    recording.assign(copy, x)
     return copy
-
-
-def assign(out: Array, value: Any) -> None:
-    """Write ``value``, an array or a number, to ``out``."""
-    if type(out) is np.ndarray:
-        recording.call(np.copyto, out, value, "unsafe")
-    else:
-        out[...] = value
 
 
 def add_to(out: Array, value: Array) -> None:

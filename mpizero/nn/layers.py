@@ -20,7 +20,7 @@ from mpizero._util.names import explains, nearest
 from mpizero.errors import ConfigError
 from mpizero.kernels import recording
 from mpizero.layout.flat import flat_names, value_at
-from mpizero.nn.arrays import add_bias, as_rows, assign, contiguous, matmul, namespace, require_floats, sum_rows, vector
+from mpizero.nn.arrays import add_bias, as_rows, contiguous, matmul, namespace, require_floats, sum_rows, vector
 from mpizero.nn.layer import (
     Affine,
     Graph,
@@ -438,7 +438,7 @@ class LayerNorm(Layer):
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Overwrite the gradients of ``weight`` and ``bias``."""
         for name, values in zip(("weight", "bias"), pending, strict=True):
-            assign(grads[name], values)
+            recording.assign(grads[name], values)
 
 
 @explains

@@ -24,12 +24,11 @@ from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels.jit import parts_of, run_tasks
 from mpizero.kernels.matmul import by_kernels, threads_for
-from mpizero.kernels.recording import temporary
+from mpizero.kernels.recording import assign, temporary
 from mpizero.nn.arrays import (
     add_bias,
     add_to,
     as_ids,
-    assign,
     contiguous,
     copied,
     known,

@@ -25,6 +25,7 @@ from mpizero._util.settings import Settings, many, setting
 from mpizero.errors import ArgumentError, ConfigError, NonFiniteError
 from mpizero.kernels import jit
 from mpizero.kernels.elementary import power
+from mpizero.kernels.recording import assign
 from mpizero.types import Array, Dtype, LearningRate, ParameterSpec
 
 
@@ -850,7 +851,7 @@ class CopyingOptimizer:
 
     def _begin(self, w: Array, state: Mapping[str, Array]) -> None:
         if self._step == 1:
-            state[self.slot][:] = w
+            assign(state[self.slot], w)
 
 
 #: Name of the state array with the parameters that were not rounded, and its name in checkpoints.
@@ -870,13 +871,13 @@ class MasterWeightOptimizer(CopyingOptimizer):
         """Update master weights and state from the gradient ``g``, and copy the former to the parameters ``w``."""
         self._begin(w, state)
         self.inner.apply(state[MASTER_WEIGHTS], g, state, hyper, threads)
-        w[:] = state[MASTER_WEIGHTS]
+        assign(w, state[MASTER_WEIGHTS])
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
         """Update master weights and state from the gradient in ``rows``, and copy the master weights to ``w``."""
         self._begin(w, state)
         self.inner.apply_tree(rows, state[MASTER_WEIGHTS], state, hyper, threads)
-        w[:] = state[MASTER_WEIGHTS]
+        assign(w, state[MASTER_WEIGHTS])
 
 
 class AveragingOptimizer(CopyingOptimizer):

@@ -279,7 +279,8 @@ class Updater:
         def written() -> list[Array]:
             return [*(values[piece.store : piece.store + piece.size] for piece in self.pieces), *self.state.values()]
 
-        calls.run(apply, (*operands, values, *self.state.values()), scalars, written)
+        # In the first step, and after a reset, copies of the parameters begin: that is another recording.
+        calls.run(apply, (*operands, not self.step_count, values, *self.state.values()), scalars, written)
 
     @property
     def computed_by(self) -> str:

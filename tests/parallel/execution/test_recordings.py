@@ -26,13 +26,16 @@ def mlp(activation="tanh"):
     return mz.nn.MLP(3, [16, 16], 3, task="regression", activation=activation)
 
 
-def train(comm, net, data, *, strategy="zero2", mesh=None, between=lambda model, step: None, **config):
+def falling(step):
+    return 0.01 / (1 + step // 6)  # changes after recordings are made
+
+
+def train(comm, net, data, *, strategy="zero2", mesh=None, between=lambda model, step: None, rate=falling, **config):
     """Train on this rank's part of each batch; return losses, parameters' hash and how the last step was computed."""
     config = {"micro_batch": 2, **config}
-    optimizer = mz.AdamW(lr=lambda step: 0.01 / (1 + step // 6))  # which changes after recordings are made
     with (
         mz.Mesh(comm, **mesh or {}) as there,
-        mz.distribute(net, optimizer, strategy, mesh=there, config=mz.Config(**config)) as model,
+        mz.distribute(net, mz.AdamW(lr=rate), strategy, mesh=there, config=mz.Config(**config)) as model,
     ):
         group, losses = model._engine.grid.data, []
         for step, (x, y) in enumerate(zip(*data, strict=True)):
@@ -268,6 +271,26 @@ def test_what_a_users_layer_keeps_is_not_overwritten(monkeypatch):
 
     assert both(monkeypatch, task)[0][2]["in"] == "repeated"
     assert [array.tobytes() for array in kept[0]] == [array.tobytes() for array in kept[1]]
+
+
+@pytest.mark.parametrize("copies", [{"ema": 0.9}, {"wire": "bfloat16", "wire_parameters": True}])
+@pytest.mark.parametrize("rate", [falling, lambda step: 0.01 * (step > 5)])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_copies_of_parameters_follow_repeated_updates_and_begin_anew_after_a_reset(monkeypatch, copies, rate, clip):
+    def task(comm):
+        states = []
+
+        def between(model, step):
+            if step == 6:
+                model.optimizer.reset()
+            state = model.optimizer.state_dict()["state"]
+            states.append([array.tobytes() for arrays in state.values() for array in arrays.values()])
+
+        trained = partial(train, comm, mlp(), NUMBERS, strategy="ddp", mesh={"share_node_memory": False})
+        losses, *rest = trained(between=between, rate=rate, clip=clip, **copies)
+        return (losses, states), *rest
+
+    assert {rank[2]["update"] for rank in both(monkeypatch, task, ranks=2)} == {"repeated"}
 
 
 def test_an_optimizer_that_computes_by_numpy_is_refused(monkeypatch):
