@@ -228,7 +228,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def assign(out: Array, value: Any) -> None:
-    """Write ``value``, an array or a number, to ``out``, also on a GPU; on the host, an active recording gets the call."""
+    """Write ``value``, an array or a number, to ``out``; an active recording gets this call, if that is on the host."""
     if type(out) is np.ndarray:
         call(np.copyto, out, value, "unsafe")
     else:
