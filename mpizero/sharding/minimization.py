@@ -248,6 +248,8 @@ def _settings(
     if kind is optim.NewtonCG:
         offers = callable(getattr(model, "product", None)) and not isinstance(model, BlockModel)
         options.setdefault("exact", offers)
+        if method == "gauss-newton" and options["exact"] is False and offers:
+            raise ConfigError("minimize: method='gauss-newton' is exact: leave options['exact'] out, or take 'newton-cg'")
         if method == "gauss-newton" and not offers:
             raise ConfigError(
                 "minimize: method='gauss-newton' needs products of the model: FunctionModel(..., product=...); "

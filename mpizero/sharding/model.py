@@ -440,9 +440,11 @@ class Model(ParameterAccess):
         owned = gathered is not None or engine.placement.shard_gradients
         for unit, span, offset in zip(layout.units, shard.spans, shard.offsets, strict=True):
             start = offset if owned else span.start
-            self._engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
-        self._engine.exchange.finish(updated=True)
-        self._engine.store.all_gather()
+            engine.store.owned(unit.index)[:] -= rate * values[start : start + span.size]
+        engine.exchange.finish(updated=True)
+        engine.store.all_gather()
+        if engine.updater is not None and not engine.updater.averages_parameters:
+            engine.begin_copies()  # master weights; an average of the parameters follows the optimizer alone
         self._pending = self._cache = None
 
     def _check_gradients(self, gradients: Any) -> None:

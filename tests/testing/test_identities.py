@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from mpizero.errors import RemoteError
 from mpizero.testing import adjoint_test, run_in_threads, taylor_test
 
 
@@ -75,6 +76,21 @@ def test_a_wrong_factor_in_an_adjoint_is_found_on_every_rank():
             adjoint_test(reduce, lambda y: reduce(y) / comm.size, np.ones(3), np.full(3, 1.0 + comm.rank), comm)
 
     run_in_threads(3, work)
+
+
+def test_complex_vectors_have_the_scalar_product_of_pairs_of_numbers(rng):
+    x, y = rng.standard_normal((2, 4, 2)).view(np.complex128)[..., 0]
+    assert adjoint_test(np.fft.fft, lambda y: 4 * np.fft.ifft(y), x, y) < 1e-12
+    with pytest.raises(AssertionError, match="relative difference"):
+        adjoint_test(np.fft.fft, np.fft.fft, x, y)
+
+
+def test_a_shape_that_does_not_fit_on_one_rank_is_told_on_all():
+    def work(comm):
+        with pytest.raises((ValueError, RemoteError), match=r"forward maps \(2,\) to \(2,\)"):
+            adjoint_test(lambda x: x, lambda y: y[: 1 + comm.rank], np.ones(2), np.ones(2), comm)
+
+    run_in_threads(2, work)
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -183,6 +183,22 @@ def test_parameters_that_are_set_are_rounded_and_master_weights_begin_with_them_
     assert found == {expected}
 
 
+def test_a_gradient_that_is_applied_by_hand_reaches_the_master_weights() -> None:
+    def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
+        settings = {"micro_batch": 1, "wire_parameters": True, **WIRE, **memory}
+        with sharded(strategy, comm, mlp(), mz.SGD(lr=lambda step: 0.1 * (step == 0)), **settings) as model:
+            model.train(*part(comm, *points(6)))
+            model.apply_gradients(model.compute_gradients(*part(comm, *points(6))), 0.5)
+            applied = model.parameters_sha256()
+            model.train(*part(comm, *points(6, seed=1)))
+            assert model.parameters_sha256() == applied
+            found.add(applied)
+
+    found: set[str] = set()
+    on_layouts(run, covering((1, 3), STRATEGIES, MEMORIES))
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("size", [0, 1, 2, 7, (1 << 14) + 3, 5 * (1 << 14)])
 def test_numbers_are_narrowed_and_widened_in_their_own_memory(size: int) -> None:
     rng = np.random.default_rng(size)

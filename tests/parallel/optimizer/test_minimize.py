@@ -193,6 +193,8 @@ def test_what_a_product_returns_is_checked():
         minimized("self", model, (TIMES, CURVE), method="gauss-newton")
     with pytest.raises(ConfigError, match="needs products of the model"):
         minimized("self", linear(), (MATRIX, TARGETS), method="gauss-newton")
+    with pytest.raises(ConfigError, match="method='gauss-newton' is exact: leave options\\['exact'\\] out"):
+        minimized("self", curve_fit(), (TIMES, CURVE), method="gauss-newton", options={"exact": False})
 
 
 def best_in_box(lower, upper):
