@@ -1,9 +1,8 @@
 """Compare and summarize numbers, and compute checksums.
 
 A :class:`Measurement` holds median and range of repeated measurements. A :class:`Rounding` computes from the type and
-the lengths of sums by how much rounding alone can make two numbers differ. :func:`changed_float_mode` tells whether
-this thread rounds as IEEE 754 says. ``crc32`` has the values of ``zlib.crc32``, and is about as fast as memory can be
-read.
+the lengths of sums by how much rounding alone can make two numbers differ. ``crc32`` has the values of ``zlib.crc32``,
+and is about as fast as memory can be read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from mpizero.types import Array
 
-__all__ = ["Measurement", "Rounding", "changed_float_mode", "crc32", "crc32_combine", "largest", "ordered_sum"]
+__all__ = ["Measurement", "Rounding", "crc32", "crc32_combine", "largest", "ordered_sum"]
 
 
 @dataclass(frozen=True)
@@ -152,22 +151,6 @@ class Rounding:
 def largest(values: Array) -> float:
     """Return the largest magnitude of the elements; 0 for an empty array."""
     return float(np.max(np.abs(values), initial=0.0))
-
-
-def changed_float_mode(one: float = 1.0, tiny: float = 2.0**-1022, tiniest: float = 2.0**-1074) -> str:
-    """Say in which way this thread's arithmetic is not IEEE 754's default; "" if it is. Not collective.
-
-    The mode (MXCSR on x86-64, FPCR on AArch64) belongs to the thread; any library may change it. It is read from
-    results, which takes a microsecond: the arguments only keep Python from computing them beforehand.
-    """
-    if tiniest == 0.0:
-        return "takes subnormal numbers for 0"
-    if tiny / 2.0 == 0.0:
-        return "replaces subnormal results by 0"
-    above, below = one + tiniest, -one - tiniest
-    if above > one or below < -one:
-        return "rounds upward" if below == -one else "rounds downward" if above == one else "rounds away from 0"
-    return "" if one + 2.0**-53 * 1.5 > one else "rounds toward 0"
 
 
 def ordered_sum(values: Iterable[float]) -> float:

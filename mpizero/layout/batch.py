@@ -146,7 +146,7 @@ class Grains:
         return slice(min(grains.start * self.size, self.samples), min(grains.stop * self.size, self.samples))
 
 
-def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
+def contiguous_owners(grid: NodeOrder, count: int) -> tuple[int, ...]:
     """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it.
 
     Every rank is assigned a contiguous run of grains; the runs follow one another in the order of the ranks, node after
@@ -156,7 +156,7 @@ def contiguous_owners(grid: NodeOrder, count: int) -> list[int]:
     for position, rank in enumerate(_batch_order(grid)):
         for grain in Grains(count, 1).assigned(position, grid.batch.size):
             owner[grain] = rank
-    return owner
+    return tuple(owner)
 
 
 def contiguous_parts(grid: NodeOrder, count: int) -> list[range]:
@@ -191,14 +191,14 @@ def max_dynamic_rows(grid: NodeOrder, count: int) -> int:
     return max(dynamic_rows(dynamic_parts(block, size), size, count) for block, size in sizes)
 
 
-def round_owners(grid: NodeOrder, count: int) -> list[int]:
+def round_owners(grid: NodeOrder, count: int) -> tuple[int, ...]:
     """Return, for each of ``count`` grains computed in rounds, the rank of ``grid.batch`` that computes it.
 
     In a round every rank computes one grain: successive grains are assigned to the ranks one after the other, node
     after node.
     """
     order = _batch_order(grid)
-    return [order[grain % len(order)] for grain in range(count)]
+    return tuple(order[grain % len(order)] for grain in range(count))
 
 
 def _batch_order(grid: NodeOrder) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate, product
@@ -23,7 +23,7 @@ import numpy as np
 
 from mpizero import kernels
 from mpizero._util.checks import require, whole
-from mpizero._util.numbers import changed_float_mode, crc32
+from mpizero._util.numbers import crc32
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice, stacklevel
 from mpizero.comm import Communicator, ProcessGrid
@@ -106,7 +106,7 @@ def redistribute(
     x: Any,
     y: Any,
     grain_size: Callable[[int, SampleTree], int],
-    owners: Callable[[int], Sequence[int]],
+    owners: Callable[[int], tuple[int, ...]],
     micro: int,
     *,
     arguments: StepArguments = DEFAULT_ARGUMENTS,
@@ -154,7 +154,8 @@ def redistribute(
         On all ranks, as :func:`_exchange_header` and :func:`check_slabs` say.
     """
     comm, part = grid.batch, _RankBatch(x, y, arguments, axes)
-    counts = _exchange_header(grid, part, first=first)[grid.batch_ranks].tolist()
+    table = _exchange_header(grid, part, first=first)
+    counts = tuple([table[rank] for rank in grid.batch_ranks])
     if check_parts is not None:
         check_parts(part.tree)
     if part.tree.uncut:
@@ -164,12 +165,12 @@ def redistribute(
         number = list(owners(comm.size)).index(comm.rank)
         return GlobalBatch({number: Grain(number, ((x, y, number),), number + 1)}, comm.size, comm.size)
     grains = Grains(sum(counts), grain_size(sum(counts), part.tree))
-    transfer = _transfer(grains, tuple(counts), tuple(owners(grains.count)), comm.rank)
-    leaves = tuple(transfer.exchange(comm, leaf) for leaf in part.tree.leaves)
+    transfer = _transfer(grains, counts, owners(grains.count), comm.rank)
+    leaves: Sequence[Array] = [transfer.exchange(comm, leaf) for leaf in part.tree.leaves]
     numbers: Sequence[int] = transfer.local_grains
     if scheduler is not None:
         numbers, leaves = scheduler.block(grains.count), scheduler.begin(leaves, grains)
-    local = transfer.cut(replace(part.tree, leaves=leaves), numbers, micro)
+    local = transfer.cut(part.tree, leaves, numbers, micro)
     return GlobalBatch(
         local, grains.count, grains.samples, scheduler.most(grains.count) if scheduler is not None else 0
     )
@@ -330,7 +331,23 @@ def _require_ieee_mode() -> None:
         )
 
 
-def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> Array:
+def changed_float_mode(one: float = 1.0, tiny: float = 2.0**-1022, tiniest: float = 2.0**-1074) -> str:
+    """Say in which way this thread's arithmetic is not IEEE 754's default; "" if it is. Not collective.
+
+    The mode (MXCSR on x86-64, FPCR on AArch64) belongs to the thread; any library may change it. It is read from
+    results, which takes a microsecond: the arguments only keep Python from computing them beforehand.
+    """
+    if tiniest == 0.0:
+        return "takes subnormal numbers for 0"
+    if tiny / 2.0 == 0.0:
+        return "replaces subnormal results by 0"
+    above, below = one + tiniest, -one - tiniest
+    if above > one or below < -one:
+        return "rounds upward" if below == -one else "rounds downward" if above == one else "rounds away from 0"
+    return "" if one + 2.0**-53 * 1.5 > one else "rounds toward 0"
+
+
+def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> list[int]:
     """Exchange the first message of a step, check the batch, and return each rank's number of samples, by world rank.
 
     Collective over all ranks. In the ``first`` step of a model, rank 0 prints a notice if two replicas have the same
@@ -349,20 +366,21 @@ def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> Ar
     """
     replicas = grid.model.size > 1
     table = agree_on_call(grid.world, (local.count, local.number, local.digest() if replicas or first else 0))
-    counts = table[:, 0]
-    valid, alike = (counts >= 0).all(), (table[:, 1] == table[0, 1]).all()
+    counts: list[int] = table[:, 0].tolist()
+    numbers: list[int] = table[:, 1].tolist()
+    valid, alike = min(counts) >= 0, numbers.count(numbers[0]) == len(numbers)
     if valid and replicas:
         _check_replicas(grid, local, table[:, 2])
     if not (valid and alike) or (replicas and local.tree.uncut):
         _refuse(grid.world, local)
-    if not counts.any():
+    if not any(counts):
         raise DataError(NO_SAMPLES)
     if first and grid.world.rank == 0:
         _warn_copies(grid, counts, table[:, 2], local.tree.uncut)
     return counts
 
 
-def _warn_copies(grid: ProcessGrid, counts: Array, digests: Array, uncut: str) -> None:
+def _warn_copies(grid: ProcessGrid, counts: Sequence[int], digests: Array, uncut: str) -> None:
     """Print a notice if two ranks of different replicas have the same samples; ``digests`` are all ranks' checksums."""
     ranks: dict[int, int] = {}
     for rank in range(0 if uncut else len(counts)):
@@ -479,6 +497,7 @@ class _Transfer:
         self.in_place = True
         self.sends: list[list[slice]] = [[] for _ in counts]
         self.receives = [0] * len(counts)
+        self._cuts: dict[tuple[int, ...], list[tuple[int, int, list[tuple[slice, int]]]]] = {}
         for g in range(grains.count):
             span = grains.span(g)
             for r in range(len(counts)):
@@ -503,20 +522,27 @@ class _Transfer:
         comm.alltoallv(send.view(np.uint8), sent, result.reshape(-1).view(np.uint8), received, "samples")
         return result
 
-    def cut(self, tree: SampleTree, numbers: Sequence[int], accumulate: int) -> dict[int, Grain]:
+    def cut(
+        self, tree: SampleTree, leaves: Sequence[Array], numbers: Sequence[int], accumulate: int
+    ) -> dict[int, Grain]:
         """Cut samples into grains of ``accumulate`` micro-batches; return the grains by their number.
 
-        ``tree`` holds the samples of the grains ``numbers``, in their order. A short grain may have fewer
-        micro-batches.
+        ``leaves`` hold the samples of the grains ``numbers``, in their order, and ``tree`` has their structure. A short
+        grain may have fewer micro-batches.
         """
-        cut_grains, position = {}, 0
-        for g in numbers:
-            parts = []
-            for samples in self.grains.micro_batches(g, accumulate):
-                size = samples.stop - samples.start
-                parts.append((*tree.cut(slice(position, position + size)), samples.start))
-                position += size
-            cut_grains[g] = Grain(g, tuple(parts), self.grains.span(g).stop)
+        key = (*numbers, accumulate)
+        if (cuts := self._cuts.get(key)) is None:  # steps repeat the same cuts
+            cuts, position = [], 0
+            for g in numbers:
+                spans = self.grains.micro_batches(g, accumulate)
+                base = position - spans[0].start
+                cuts.append((g, spans[-1].stop, [(slice(base + s.start, base + s.stop), s.start) for s in spans]))
+                position = base + spans[-1].stop
+            self._cuts[key] = cuts
+        cut_grains = {}
+        for g, stop, parts in cuts:
+            samples = [(*tree.build(iter([leaf[part] for leaf in leaves])), first) for part, first in parts]
+            cut_grains[g] = Grain(g, tuple(samples), stop)
         return cut_grains
 
 
@@ -777,7 +803,8 @@ class GrainScalars:
         self.count, self.samples, self._step = batch.count, batch.samples, step
         self._per_rank = batch.dynamic or -(-batch.count // self.grid.data.size)
         self._records, self._bad, self.error, self._late = {}, {}, None, None
-        self.integers.forget()
+        if self.integers.specs:
+            self.integers.forget()
         self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
@@ -786,7 +813,7 @@ class GrainScalars:
         record[0] += loss
         record[1] += weight
         for kind, (what, value) in enumerate((("loss", loss), ("weight", weight))):
-            if not np.isfinite(value) and kind < self._bad.get(grain, _NOTHING).kind:
+            if not math.isfinite(value) and kind < self._bad.get(grain, _NOTHING).kind:
                 self._bad[grain] = _Bad(kind, 0, what, f"the {what} is not finite")
 
     def fail(self, error: Exception) -> None:
@@ -898,8 +925,7 @@ class GrainScalars:
                 raise error
 
     def _same_rate(self, rates: Array) -> None:
-        bits = np.ascontiguousarray(rates).view(np.int64)  # NaN, the rate of a user's optimizer, equals itself
-        if (bits != bits[0]).any():
+        if rates.tobytes() != rates[:1].tobytes() * len(rates):  # NaN, the rate of a user's optimizer, equals itself
             raise ConfigError(
                 f"the learning rate of step {self._step} differs between ranks: "
                 f"{by_ranks([repr(float(rate)) for rate in rates])}; lr must be a function of the step alone, the same "

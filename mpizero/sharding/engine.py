@@ -60,6 +60,7 @@ class Engine(PlacedModel):
         self._uses_average = self._warned_average = self._begun = False
         self._agreed_rule: GrainRule | None = None
         self._grain_notices = GrainNotices(self.grid.axes.data)
+        self._decided: tuple[Any, bool, bool] = (None, False, False)
 
     # ------------------------------------------------------------------ one step
 
@@ -73,7 +74,7 @@ class Engine(PlacedModel):
         sent = self.store.bytes_sent
         batch, totals = self._compute(x, y, self.reducer, summed=True)
         report = self._finish(totals, sent, lambda: self._update(totals))
-        if self.prints_notices:
+        if self.prints_notices and self.grain_rule.coarse:
             self._grain_notices.after_step(self.grain_rule, batch.samples, self.model)
         return report
 
@@ -98,7 +99,8 @@ class Engine(PlacedModel):
                 totals = self.scalars.agree(None if self.updater is None else self.updater.learning_rate)
                 check_weight(totals.weight)
                 self.exchange.weigh(totals.weight, sent=reducer.in_rounds)
-                self.integers.agree()
+                if self.integers.specs:
+                    self.integers.agree()
                 return batch, totals
 
     def _redistribute(
@@ -148,11 +150,12 @@ class Engine(PlacedModel):
         Collective over all ranks if the rule is new and depends on a count of operations: all ranks must have the same
         count.
         """
-        self.complete_grain_rule(*tree.cut(slice(0, 0)))
-        if self.grain_rule.coarse and self.grain_rule is not self._agreed_rule:
-            efficient = {"the samples of a default grain (micro_batch sets it)": self.grain_rule.efficient}
-            agree_equal(self.grid.world, lambda: efficient, "agree grains")
-            self._agreed_rule = self.grain_rule
+        if self.grain_rule.coarse:
+            self.complete_grain_rule(*tree.cut(slice(0, 0)))
+            if self.grain_rule is not self._agreed_rule:
+                efficient = {"the samples of a default grain (micro_batch sets it)": self.grain_rule.efficient}
+                agree_equal(self.grid.world, lambda: efficient, "agree grains")
+                self._agreed_rule = self.grain_rule
         return self.grain_rule.grain_size(samples)
 
     def _context(self, first_sample: int, count: int) -> Run:
@@ -167,20 +170,22 @@ class Engine(PlacedModel):
         updater = self._bound()
         rate, scale = updater.rate, self.current_loss_scale()
         norm, problems = None, totals.problems
-        self.integrity.verify()
+        if self.config.check_every:
+            self.integrity.verify()
         if not problems:
             norm, problems = update()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(finite=not problems)
         self.exchange.finish(updated=not problems)
-        if not problems:
+        if not problems and self.integers.specs:
             self.integers.commit()
         if problems and updater.method is not None and updater.method.retry():
             self.store.all_gather(exchange=self.placement.shard_optimizer, later=True)
         elif problems:
             self.memory.barrier("skipped")
         self.step_number += 1
-        self.integrity.after_step(self.step_number)
+        if self.config.check_every:
+            self.integrity.after_step(self.step_number)
         return StepReport(
             updater.step_count,
             totals.mean,
@@ -214,8 +219,7 @@ class Engine(PlacedModel):
         The sum and the update are one pass over memory if :func:`fuses_update` is true.
         """
         updater, divisors = self._bound(), self._divisors(totals)
-        ties, nodes, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
-        if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, nodes=nodes, in_rounds=in_rounds):
+        if not self._fuses:
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced, totals.mean)
@@ -231,7 +235,18 @@ class Engine(PlacedModel):
     @property
     def _needs_norm(self) -> bool:
         """Tell whether a step needs the norm of the summed gradient, to clip the gradient or to detect an overflow."""
-        return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
+        updater, codec, scaled = self._bound(), self.exchange.codec, self.loss_scale is not None
+        if self._decided[0] != (updater, codec, scaled):  # decided once for each optimizer, not in each step
+            ties, nodes, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
+            norm = needs_norm(self.config, codec, loss_scale=scaled)
+            fuses = fuses_update(updater.optimizer, norm=norm, ties=ties, nodes=nodes, in_rounds=in_rounds)
+            self._decided = (updater, codec, scaled), norm, fuses
+        return self._decided[1]
+
+    @property
+    def _fuses(self) -> bool:
+        """Tell whether gradients are summed and used for the update in one pass over memory."""
+        return not self._needs_norm and self._decided[2]
 
     def _reduced(self, reducer: GradientReducer, divisors: Divisors) -> Array:
         """Sum the gradients in ``reducer`` over the ranks, divide by ``divisors``, and return the averaged gradient.

@@ -39,7 +39,7 @@ from mpizero.kernels import all_finite, to_host
 from mpizero.layout.flat import Unit, flat_names
 from mpizero.nn.layer import add_location, call_located
 from mpizero.nn.recorded import RecordedBlocks
-from mpizero.sharding.batch import GlobalBatch, GrainScalars
+from mpizero.sharding.batch import GlobalBatch, Grain, GrainScalars
 from mpizero.sharding.device import ComputeDevice
 from mpizero.sharding.grad_reduce import MicroBatch, apart
 from mpizero.sharding.integrity import FunctionGradients, WriteCheck
@@ -71,10 +71,10 @@ class BlockEvaluator:
 
     If parameters are sharded, a unit is gathered before its forward pass and freed afterwards, and again for its
     backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` adds the length of the sequences in a
-    micro-batch ``x`` to its ``Run``. After an error of the types ``agreeable`` (:func:`agreeable_errors`) a rank joins
-    the remaining collectives. After another one it must not: with layers that are split over ranks, the others wait
-    inside a layer. In the methods, "collective if sharded" means collective over the data group if parameters or
-    gradients are sharded.
+    micro-batch ``x`` to its ``Run``; it is None if no layer is split. After an error of the types ``agreeable``
+    (:func:`agreeable_errors`) a rank joins the remaining collectives. After another one it must not: with layers that
+    are split over ranks, the others wait inside a layer. In the methods, "collective if sharded" means collective over
+    the data group if parameters or gradients are sharded.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BlockEvaluator:
         model: BlockModel,
         store: ParameterProvider,
         loss_scale: Callable[[], float],
-        run_on: Callable[[Any, Run], Run] = lambda x, run: run,
+        run_on: Callable[[Any, Run], Run] | None = None,
         agreeable: tuple[type[Exception], ...] = (Exception,),
     ) -> None:
         self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
@@ -110,7 +110,8 @@ class BlockEvaluator:
         caches: dict[str, Any] = {}
         clock = self.store.timeline
         with _Passage(self.store, self.units, gradients.reduce, self._agreeable) as passed:
-            run = self.run_on(x, run)
+            if self.run_on is not None:
+                run = self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
@@ -153,7 +154,7 @@ class BlockEvaluator:
     def predict(self, x: Any, run: Run = EVALUATE) -> Any:
         """Return the last block's output for ``x``; if ``x`` is None, only join the gathers. Collective if sharded."""
         with _Passage(self.store, self.units, None, self._agreeable) as passed:
-            run = EVALUATE if x is None else self.run_on(x, run)
+            run = EVALUATE if x is None else run if self.run_on is None else self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
@@ -584,6 +585,7 @@ class Runner(ABC):
         """End the step's check that layers write all of their gradients (``self.sentinels``). Not collective."""
         if self.sentinels is not None:
             self.sentinels.end(failed=self.scalars.error is not None)
+            self.sentinels = self.sentinels if self.sentinels.on else None
 
 
 class CheckedMicroBatch:
@@ -604,7 +606,10 @@ class CheckedMicroBatch:
         self.batch, self.scalars = runner.compute_device.put_samples(batch), runner.scalars
         self.timeline, self.compute_device = runner.store.timeline, runner.compute_device
         self.by_block = runner.compute_device.tells_blocks
-        self._sentinels = runner.sentinels if runner.sentinels is not None and runner.sentinels.on else None
+        self._sentinels, self._integers = (
+            runner.sentinels,
+            self.scalars.integers if self.scalars.integers.specs else None,
+        )
         self._written: dict[int, Any] = {}
         self._accumulated: set[str] = set()
 
@@ -614,7 +619,8 @@ class CheckedMicroBatch:
         views = self.compute_device.target(unit, self._written[unit.index])
         if self._sentinels is not None:
             self._sentinels.write_sentinels(views)
-        self.scalars.integers.prepare(unit.blocks)
+        if self._integers is not None:
+            self._integers.prepare(unit.blocks)
         return views
 
     def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
@@ -650,40 +656,37 @@ class CheckedMicroBatch:
         return () if self.batch.grain is None else self.batch.flat_gradients(unit, block)
 
     def _accumulate(self, unit: Unit, block: str, views: Any, parts: Sequence[Array]) -> None:
-        self._check(block, views, parts)
-        self._weight_averages(block, views)
-        if self.batch.grain is not None and (unlike := self.scalars.integers.take(block, *self.batch.sample_range)):
-            self.scalars.fail_later(unlike)
+        if (grain := self.batch.grain) is not None:
+            self._check(grain, block, views, parts)
+            if names := self.scalars.averages.get(block):
+                self._weight_averages(grain, block, views, names)
+            if self._integers is not None and (unlike := self._integers.take(block, *self.batch.sample_range)):
+                self.scalars.fail_later(unlike)
         self._accumulated.add(block)
         self.batch.accumulate(unit, block)
         if self._sentinels is not None and self.batch.in_scratch:
             self._sentinels.write_sentinels({block: views})  # the next block is written here, too
 
-    def _weight_averages(self, block: str, views: Any) -> None:
-        """Multiply the new values of a block's averaged parameters by the number of samples of the micro-batch."""
-        grain, names = self.batch.grain, self.scalars.averages.get(block)
-        if grain is None or names is None:
-            return
+    def _weight_averages(self, grain: Grain, block: str, views: Any, names: Sequence[str]) -> None:
+        """Multiply new values of averaged parameters of a block, ``names``, by the micro-batch's number of samples."""
         values = dict(flat_names(views))
         for view in (values[name] for name in names):
             view *= view.dtype.type(self.batch.sample_range[1])
         self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
 
-    def _check(self, block: str, views: Any, parts: Sequence[Array]) -> None:
+    def _check(self, grain: Grain, block: str, views: Any, parts: Sequence[Array]) -> None:
         """Check that a block's gradients, in ``parts``, are finite; if one is not, record it in ``scalars``.
 
         If a gradient is not finite because the layer has not written it, an error that says so is recorded.
         """
-        if self.batch.grain is None:
-            return
         if not all(map(all_finite, parts)):
             missed = None if self._sentinels is None else self._sentinels.missed(block, views)
             if missed is not None:
                 self.scalars.fail_later(missed)
             else:
-                self.scalars.check(self.batch.grain.number, block, views)
+                self.scalars.check(grain.number, block, views)
         if self.scalars.watch is not None:
-            self.scalars.watch(self.batch.grain.number, self.batch.number, block, views)
+            self.scalars.watch(grain.number, self.batch.number, block, views)
 
 
 class SequentialRunner(Runner):

@@ -259,12 +259,11 @@ def apart(value: Any, parts: Sequence[Array]) -> Any:
 
     Not collective.
     """
-
-    def separated(leaf: Any) -> Any:
-        shared = isinstance(leaf, np.ndarray) and any(np.may_share_memory(leaf, part) for part in parts)
-        return leaf.copy() if shared else leaf
-
-    return separated(value) if type(value) is np.ndarray else map_leaves(separated, value)
+    if isinstance(value, np.ndarray):
+        return value.copy() if any([np.may_share_memory(value, part) for part in parts]) else value
+    if value is None:
+        return None
+    return map_leaves(lambda leaf: apart(leaf, parts) if isinstance(leaf, np.ndarray) else leaf, value)
 
 
 def largest_block(layout: FlatLayout) -> int:
@@ -352,6 +351,8 @@ class ReduceScatterBuffer:
             self.stack = self.memory.private("gradients", (1, self.shard.gradient_size), self.dtype)
         self.grain_sum = MicroBatchSum(self.memory, self.layout.gradient_size, self.dtype, accumulate)
         self._named = views
+        #: Takes the number of grains, and returns the rank of ``grid.batch`` that computes each.
+        self.owners = lru_cache(CACHED_PLANS)(partial(round_owners, self.grid))
         self._planned = lru_cache(CACHED_PLANS)(
             lambda count: round_plan(self.grid.leaves(count), self.grid.group_sizes)
         )
@@ -360,10 +361,6 @@ class ReduceScatterBuffer:
         self._queue = SegmentQueue(exchange)
         self._one = np.ones(1, self.dtype)
         store.progress.register("rounds", self.poll)
-
-    def owners(self, count: int) -> list[int]:
-        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
-        return round_owners(self.grid, count)
 
     def reserve(self, count: int) -> None:
         """Do nothing, because the shared memory does not depend on the number of grains. Not collective."""
@@ -550,7 +547,9 @@ class AllReduceBuffer:
         self._views: dict[tuple[int | None, int, str | None], Any] = {}  # by row, unit and block; None is all blocks
         self._sums: dict[Any, list[tuple[int, Array, list[Array]]]] = {}  # by rows, step, unit and block
         self._planned = lru_cache(CACHED_PLANS)(partial(grid_rows_plan, self.grid, scratch=scratch == "grains"))
-        self._reserved: set[int] = set()
+        #: Takes the number of grains, and returns the rank of ``grid.batch`` that computes each.
+        self.owners = lru_cache(CACHED_PLANS)(partial(contiguous_owners, self.grid))
+        self._reserved, self._rows_a_rank = set[int](), 0
         self._plan: RowsPlan | None = None
         self.scheduler = scheduler
         self._dynamic_grains = 0  # number of grains of the batch if they are assigned dynamically, else 0
@@ -564,10 +563,6 @@ class AllReduceBuffer:
         nodes, stages = self.grid.inter_node.size, self.grid.pipeline.size
         return self._by_block and overlaps_reduction(self.exchange.placement, nodes, stages, self.exchange.compression)
 
-    def owners(self, count: int) -> list[int]:
-        """Return, for each of ``count`` grains, the rank of ``grid.batch`` that computes it. Not collective."""
-        return contiguous_owners(self.grid, count)
-
     def row(self, number: int) -> Array:
         """Return row ``number`` of this rank, memory for one gradient vector. Not collective."""
         row: Array = self.window[self._place(number)]
@@ -575,11 +570,6 @@ class AllReduceBuffer:
 
     def _place(self, number: int) -> int:
         return self.grid.node.rank * self._rows_a_rank + number
-
-    @property
-    def _rows_a_rank(self) -> int:
-        rows: int = self.window.shape[0] // self.grid.node.size
-        return rows
 
     # ------------------------------------------------------------------ micro-batches
 
@@ -795,7 +785,7 @@ class AllReduceBuffer:
         """
         plan, rows = self._planned(count), self._planned(count).rows
         most = rows if self.scheduler is None else max(rows, max_dynamic_rows(self.grid, count))
-        needed = (most if self._dynamic_grains else rows) * self.grid.node.size
+        self._rows_a_rank = most if self._dynamic_grains else rows
         if count not in self._reserved:  # the same decision on all data groups, also where memory suffices
             fold, several = plan.folds[self.grid.order_index], self._scratch_use == "micro-batches"
             # A grain of several micro-batches, perhaps one that is assigned dynamically, is added in scratch memory.
@@ -806,7 +796,9 @@ class AllReduceBuffer:
                 if scratch and not self._scratch.size:
                     self._scratch = self.allocator.private("gradients", largest_block(self.layout), self.dtype)
             self._reserved = reserved | {count}
-        self.window = self._storage[:needed]  # so that the plan of this batch finds each rank's rows
+        self.window = self._storage[
+            : self._rows_a_rank * self.grid.node.size
+        ]  # so that the plan of this batch finds each rank's rows
 
     def _take(self, needed: int) -> None:
         if self._storage.shape[0] < needed:
@@ -1101,6 +1093,8 @@ class GradientExchange(ExactExchange):
         )
         self._bounds = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         self._residual, self._next = (self.memory.private(RESIDUALS, self._bounds[-1], np.float32) for _ in range(2))
+        #: Whether this rank keeps residuals (what compression has left out of messages).
+        self.feedback = self._residual.size > 0
         self.forget()
 
     def round_gradients(self, values: Array, start: int) -> None:
@@ -1116,11 +1110,6 @@ class GradientExchange(ExactExchange):
     def bucket_mb(self) -> float:
         """The number of MiB of gradients in a bucket; 0.0 if there is only one peer. Not collective."""
         return 0.0 if self.comm.size == 1 else bucket_size(self.elements) * self.dtype.itemsize / 2**20
-
-    @property
-    def feedback(self) -> bool:
-        """Tell whether this rank keeps residuals (what compression has left out of messages). Not collective."""
-        return self._residual.size > 0
 
     @property
     def owes(self) -> bool:
@@ -1151,9 +1140,10 @@ class GradientExchange(ExactExchange):
 
     def _copy(self, factor: float) -> None:
         self._factor = self._divisor = factor
-        self._next[:] = self._residual
-        for part in self._partial_sums:
-            self._next[part] *= np.float32(factor)
+        if self.feedback:
+            self._next[:] = self._residual
+            for part in self._partial_sums:
+                self._next[part] *= np.float32(factor)
 
     @property
     def _partial_sums(self) -> list[slice]:
@@ -1165,7 +1155,7 @@ class GradientExchange(ExactExchange):
         """End a step; if it has ``updated`` the parameters, its copy of the residuals replaces them. Not collective."""
         if not updated or not self._divisor:
             return
-        for part in self._partial_sums:
+        for part in self._partial_sums if self.feedback else ():
             left, residual = self._next[part], self._residual[part]
             left /= np.float32(self._divisor)
             if self._factor != self._divisor:

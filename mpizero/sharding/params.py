@@ -882,7 +882,7 @@ class ParameterStore:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other ranks for any purpose, with those of parameters that it will send."""
-        return self.grid.bytes_sent + sum(gathering.bytes_left for gathering in self._gathering)
+        return self.grid.bytes_sent + sum([gathering.bytes_left for gathering in self._gathering])
 
     def _last_region(self, block: str) -> int:
         """Return how many regions ([Note: regions]) must have arrived, in order, before a rank reads ``block``."""

@@ -81,7 +81,8 @@ def make_runner(
     provider = device.parameter_provider(store)
     if grid.pipeline.size > 1:
         return PipelineRunner(grid.pipeline, loss_scale, partitioned, provider, scalars, **kinds)
-    evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, partitioned.run_on, kinds["agreeable"])
+    run_on = partitioned.run_on if partitioned.is_split else None
+    evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, run_on, kinds["agreeable"])
     return SequentialRunner(evaluator, partitioned, scalars, **kinds)
 
 

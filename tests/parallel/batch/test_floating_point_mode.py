@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero._util.numbers import changed_float_mode
 from mpizero.errors import StateError
+from mpizero.sharding.batch import changed_float_mode
 from mpizero.testing import run_in_threads
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the bits of the mode are those of x86-64")
