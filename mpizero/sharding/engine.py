@@ -132,9 +132,10 @@ class Engine(PlacedModel):
         return batch
 
     def agree_on_space(self, tree: SampleTree, *, alone: bool = False) -> None:
-        """Check that each rank gives its part of the same fields, and note the extents of these. Collective.
+        """Check that each rank of a domain gives its part of the same fields, and record the extents of the fields.
 
-        It is collective over all ranks; with ``alone`` over this rank's domain, whose samples others need not have.
+        Collective over all ranks, whose fields must have the same extents. With ``alone`` collective over the ranks of
+        this rank's domain only: the fields of other domains may then have other extents.
         """
         grid, cut = self.grid, self.partitioned.cut
         assert cut is not None, "only the ranks of a domain give parts of fields"
@@ -145,8 +146,8 @@ class Engine(PlacedModel):
     def _grain_size(self, samples: int, tree: SampleTree) -> int:
         """Return the number of samples in a grain of a global batch of ``samples`` samples like those of ``tree``.
 
-        Collective over all ranks if the rule is new and depends on a count of operations: all ranks must have the same
-        count.
+        Collective over all ranks if the rule that cuts batches into grains is new and depends on a count of operations:
+        the ranks then check that they have the same count.
         """
         self.complete_grain_rule(*tree.cut(slice(0, 0)))
         if self.grain_rule.coarse and self.grain_rule is not self._agreed_rule:

@@ -207,7 +207,7 @@ _COMPARED = 1 << 24
 
 
 def compared_samples(source: Source) -> dict[str, Any]:
-    """Return evenly spaced samples of each array of an :class:`ArraySource`, by its path, for comparison of ranks.
+    """Return evenly spaced samples of each array of an :class:`ArraySource`, by its path, for ranks to compare.
 
     Not collective. The samples are up to 16 MiB of each array. For another source, return an empty dict.
     """
