@@ -100,7 +100,7 @@ class ShardedOptimizer:
     if not TYPE_CHECKING:  # a type checker would accept every misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise :class:`AttributeError` for an unknown attribute; for one of PyTorch, name the equivalent."""
+            """Raise :class:`AttributeError`; if PyTorch has an attribute ``name``, the message names the equivalent."""
             raise no_attribute(self, name)
 
     # ------------------------------------------------------------------ binding and stepping
