@@ -76,8 +76,8 @@ class GlobalBatch:
     samples : int
         Number of samples in the global batch.
     dynamic : int
-        With dynamic scheduling, the number of grains of the node that has the most; ``grains`` then holds all grains of
-        this rank's node. Otherwise 0.
+        With dynamic scheduling, the largest number of grains that a node has; ``grains`` then holds all grains of this
+        rank's node. Otherwise 0.
     """
 
     grains: dict[int, Grain]
@@ -151,7 +151,7 @@ def redistribute(
     CollectiveMismatch
         On all ranks, if the ranks have called different operations.
     DataError
-        On all ranks, as :func:`_exchange_header` and :func:`check_slabs` say.
+        On all ranks, in the cases that :func:`_exchange_header` and :func:`check_slabs` list.
     """
     comm, part = grid.batch, _RankBatch(x, y, arguments, axes)
     counts = _exchange_header(grid, part, first=first)[grid.batch_ranks].tolist()
@@ -211,7 +211,7 @@ class _RankBatch:
         return dict(zip(self.tree.paths, map(_digest, self.tree.leaves), strict=True))
 
     def digest(self) -> int:
-        """Return one number that combines the checksums of x and y; 0 if they hold nothing. Not collective."""
+        """Return one number that combines the checksums of x and y; 0 if all arrays are empty. Not collective."""
         if not any(leaf.size for leaf in self.tree.leaves):
             return 0
         both = {"x": 0, "y": 0}
@@ -226,7 +226,7 @@ def _hash(text: str) -> int:
 
 
 def _without_space(leaf: Array, axes: int) -> tuple[int, ...]:
-    """Return the shape of one sample of an array; in a field's, one number replaces the extents of its spatial axes.
+    """Return the shape of one sample of an array; in that of a field, one number replaces the spatial extents.
 
     An array is a field if a sample of it has at least ``axes`` axes, of which the first ``axes`` are spatial.
     """
@@ -406,7 +406,8 @@ def _check_replicas(grid: ProcessGrid, local: _RankBatch, digests: Array) -> Non
 def _refuse(comm: Communicator, local: _RankBatch) -> NoReturn:
     """Raise an error that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
 
-    Every rank calls it if the batch of one rank is invalid, or if the batches of two ranks differ.
+    Every rank calls it if the batch of one rank is invalid, if the batches of two ranks differ, or if the model is
+    split and the batch cannot be cut into samples.
     """
     tree = local.tree
     arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
@@ -550,7 +551,7 @@ class DynamicScheduler:
     next part when it has computed its previous part. [Note: dynamic scheduling] The number of the next part and the
     rank that has taken each part are in the node's shared memory. One rank at a time writes them, under a lock of the
     operating system, so taking a part needs no message from a rank that is busy. Which rank computes a grain depends on
-    timing. The result does not, because a part is a node of the tree in which gradients are summed.
+    timing. The result does not, because each part is a whole subtree of the tree in which gradients are summed.
 
     Parameters
     ----------
@@ -935,7 +936,7 @@ class GrainScalars:
         return NonFinite(self._step, self.world.rank, bad.tensor, first, stop, bad.message)
 
     def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:
-        """Describe an averaged gradient that is not finite, or whose squares overflow, though each grain's was finite.
+        """Describe an averaged gradient that is not finite, or whose squares overflow, though all grains were finite.
 
         Collective over all ranks. ``parts`` are this rank's elements of the averaged gradient of the parameter
         ``tensor``; ``norm`` is the sum of squares of all elements, which is not finite. The description names the rank

@@ -226,7 +226,8 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     learning_rate : float
         Learning rate, > 0, of the plain SGD that trains a model for which no optimizer was created.
     minimum_parameter_group_size : int
-        A block with fewer parameter elements than this forms one unit with a neighbouring block (ZeRO-2 and 3).
+        A block with fewer parameter elements than this forms one unit with a neighbouring block (not with DDP, where
+        the whole model is one unit).
     gradient_compression : {None, "bf16", "fp16", "int8", "topk:SHARE"}
         Compresses the float32 gradients that are sent between nodes (between ranks if they share no memory): to 16
         bits, to 8 bits, or to the fraction of elements with the largest magnitudes ("topk:0.01": one in a hundred).
@@ -251,11 +252,11 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     check_every : int
         Every this many steps, parameters and optimizer state are checked for corrupted memory; 0 is never.
     device : {"cpu", "cuda"}
-        Where the layers of a model of blocks compute: "cuda" is a GPU. Rank i of a node uses its GPU number i modulo
-        the number of its GPUs (docs/gpu.md).
+        Where the layers of a model of blocks compute: "cuda" is a GPU. Rank i of a node uses the node's GPU number i
+        modulo the number of the node's GPUs (docs/gpu.md).
     optimizer_device : {None, "cpu", "cuda"}
         Where optimizer state is stored and parameters are updated. None is the device of the layers, but the host for
-        an optimizer that the user has written. "cpu" saves GPU memory (offloading).
+        an optimizer that the user has written or that updates whole tensors. "cpu" saves GPU memory (offloading).
     direct_messages : bool
         Whether activations and their gradients are sent directly from GPU to GPU, if a trial at the start shows that
         MPI can do that. If False, messages always go through the host's memory.
@@ -317,11 +318,11 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         return {**values, "bad_steps.limit": self.bad_steps.limit}
 
     def loss_scale(self, scale: DynamicLossScale | None) -> DynamicLossScale | None:
-        """Return the loss scale to train with: ``scale``, or a default one if ``mixed_precision`` is "float16"."""
+        """Return ``scale``; if it is None and ``mixed_precision`` is "float16", a default loss scale to train with."""
         return DynamicLossScale() if scale is None and self.mixed_precision == "float16" else scale
 
     def grain_rule(self, model: Any = None, samples: tuple[Any, Any] | None = None) -> GrainRule:
-        """Return the rule that cuts global batches into grains for ``model``; None stands for a model not known yet.
+        """Return the rule that cuts global batches into grains for ``model``, which is None if it is not known yet.
 
         ``samples`` is a pair ``(x, y)`` with the types and sample shapes of the batches that the model is trained on;
         None if they are unknown.
@@ -622,7 +623,7 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, nodes: int, in_round
     norm : bool
         Whether the norm of the sum is needed before the update (:func:`needs_norm`).
     ties : bool
-        Whether pipeline stages share parameters, whose gradients they exchange before the update.
+        Whether this pipeline stage shares parameters with others, and exchanges their gradients before the update.
     nodes : int
         Number of ranks of the inter-node group, which exchange sums.
     in_rounds : bool
@@ -687,7 +688,7 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
 
 
 def round_buffer_sizes(layout: FlatLayout, ranks: int, *, in_place: bool) -> list[int]:
-    """Return, for each slot of a :class:`ReduceScatterBuffer`, its number of elements for each rank of the node.
+    """Return, for each slot of a :class:`ReduceScatterBuffer`, how many elements it has for each rank of the node.
 
     A slot is memory for the gradients of one unit. If gradients are summed over several ``ranks``, there are two slots:
     one is filled while the other is read, by ranks of the node or for messages. If ``in_place``, the user's function

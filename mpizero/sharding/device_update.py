@@ -325,5 +325,5 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, full: bool) -> tuple[
 
 
 def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:
-    """Return a function that fills a buffer with gradients of ``cut``, from ``fill``, which does so for ``cut.of``."""
+    """Return a function that fills a buffer with gradients of ``cut``, by ``fill``, which does so for ``cut.of``."""
     return lambda first, out: fill(cut.first + first, out)

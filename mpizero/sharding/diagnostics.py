@@ -139,7 +139,7 @@ def dump_bad_step(
     indices: Any = None,
     about: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Write the grains of the last step in which a loss or gradient was not finite to a folder below ``folder``.
+    """Write those grains of the model's last step whose loss or gradient was not finite to a folder below ``folder``.
 
     Collective over the model's ranks; rank 0 writes.
 
@@ -208,7 +208,7 @@ def _checked(x: Any, y: Any) -> tuple[SampleTree, dict[str, Any]]:
 def _gather(
     model: Model, tree: SampleTree, indices: Any, faults: tuple[NonFinite, ...]
 ) -> tuple[dict[int, BadGrain], int]:
-    """Gather the samples of the grains in ``faults`` from all ranks. Collective.
+    """Gather, from all ranks, the samples of the grains with the non-finite values ``faults``. Collective.
 
     ``tree`` has this rank's samples and ``indices`` their positions in the data set. Return the grains by number, and
     the number of samples in the global batch.

@@ -336,7 +336,9 @@ class Engine(PlacedModel):
 
     @contextmanager
     def with_average(self, *, use: bool, agreed: bool = False) -> Iterator[None]:
-        """If ``use`` is true, replace the parameters by their moving average inside the context, which is collective.
+        """Replace the parameters by their moving average inside the context; without ``use``, change nothing.
+
+        All ranks enter and leave the context together.
 
         After the context the parameters have the same bits as before, also after an error that all ranks raise. An
         error inside a layer that is split over ranks ends the job without restoring the parameters, unless ``agreed``

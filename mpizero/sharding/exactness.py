@@ -99,7 +99,7 @@ def within_rounding(
     accumulate: int = 1,
     optimizer: Any = None,
 ) -> tuple[str, ...]:
-    """Return why results equal those of one process with the same tiles only within rounding; () if bitwise.
+    """Return why results equal those of one process with the same tiles only within rounding; () if bits are equal.
 
     ``parallel_layout`` is the result of :func:`resolve_tiles`, ``compression`` and ``accumulate`` the settings
     ``gradient_compression`` and ``accumulate``. A layer whose bits depend on the size of the group says why in its

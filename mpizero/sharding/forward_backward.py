@@ -104,8 +104,8 @@ class BlockEvaluator:
         run : Run
             The arguments of the forward pass besides parameters and ``x``, such as seed and step.
         gradients : GradientTarget
-            Has the views that gradients are written to; its methods are called when those of a block or unit are
-            complete.
+            Has the views that gradients are written to. Its method ``accumulate`` is called when the gradients of a
+            block are complete, ``reduce`` when those of a unit are.
         """
         caches: dict[str, Any] = {}
         clock = self.store.timeline
@@ -471,7 +471,7 @@ def writable(views: Mapping[str, Array]) -> Iterator[FunctionGradients]:
 
 @contextmanager
 def _explained(function: str, more: str = "") -> Iterator[None]:
-    """Add advice to an error from writing to a read-only array; ``function`` and ``more`` are parts of its text."""
+    """Add advice to an error from writing to a read-only array; the advice contains ``function`` and ``more``."""
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:

@@ -262,7 +262,7 @@ class GlobalView:
     # ------------------------------------------------------------------ questions (not collective)
 
     def home(self, spec: ParameterSpec) -> ParameterUse:
-        """Return the whole model's parameter of ``spec``; this rank holds all of the parameter, a slice, or a copy."""
+        """Return the whole model's parameter that ``spec`` describes on this rank: all of it, a slice, or a copy."""
         return self.layout.by_name[spec.guest or spec.name]
 
     def writes(self, spec: ParameterSpec) -> bool:

@@ -1,11 +1,12 @@
 """Keep the gradients of a step in buffers, and sum them over the ranks of the data group.
 
 The module has three parts, in this order. :class:`ReduceScatterBuffer` keeps the gradients of one unit, and sums them
-into the shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`AllReduceBuffer` keeps
-whole gradients, for DDP and ZeRO-1, and with any strategy for gradients that are summed later
-(``auto_sync_gradients=False``). It sums gradients at the end of a step or, by :class:`OverlappedReduction`, during the
-step's backward pass. :class:`GradientExchange` sends the partial sums of both buffers between peers, compressed or not,
-and keeps the residuals of compression (error feedback). Both buffers sum by the same tree, so the bits are the same.
+into the shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3, and ZeRO-1 with a context group).
+:class:`AllReduceBuffer` keeps whole gradients, for DDP and otherwise ZeRO-1, and with any strategy for gradients that
+are summed later (``auto_sync_gradients=False``). It sums gradients at the end of a step or, by
+:class:`OverlappedReduction`, during the step's backward pass. :class:`GradientExchange` sends the partial sums of both
+buffers between peers, compressed or not, and keeps the residuals of compression (error feedback). Both buffers sum by
+the same tree, so the bits are the same.
 
 The engine runs the micro-batches (:class:`MicroBatch`) that a buffer returns, and that write their gradients to it.
 Then the engine asks the buffer for the sum of these gradients.
@@ -167,8 +168,9 @@ class ReduceScatterMicroBatch(MicroBatch):
 
 
 class AllReduceMicroBatch(MicroBatch):
-    """Represent a micro-batch whose gradients are written to memory of this rank, and added to the sums in ``step``.
+    """Represent a micro-batch whose gradients are written to memory of this rank, and added to its partial sums.
 
+    ``step`` (:class:`FoldStep`) says to which partial sums the gradients of the micro-batch's grain are added.
     ``row`` is the index of the row that its gradients are written to; None is the scratch array. ``overlapped``, if not
     None, reduces the rows while this micro-batch, the last one of the training step, completes them.
     """
@@ -1076,8 +1078,8 @@ class GradientExchange(ExactExchange):
         The setting ``Config.wire``: "bfloat16" rounds sums ([Note: rounded sums] in ``comm/reduce.py``), and sends them
         in 16 bits.
     ties : bool
-        Whether pipeline stages add gradients of parameters that they share. They do so after the sums over ranks, and
-        the results are not rounded.
+        Whether this pipeline stage shares parameters with other stages. Their gradients are added over the stages after
+        the sums over ranks, and the results are not rounded.
     """
 
     def __init__(

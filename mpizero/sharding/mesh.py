@@ -365,7 +365,10 @@ class Mesh(NodeSettings, AxisSettings):
 
 
 def _lines(axes: Axes, named: list[str]) -> Iterator[str]:
-    """Yield a line for each coordinate on the first of the axes ``named``: its ranks, grouped by the middle axes."""
+    """Yield a line for each coordinate on the first of the axes ``named``: the ranks that have this coordinate.
+
+    The ranks of a line are grouped by their coordinates on the axes between the first and the last.
+    """
     *outer, _ = named
     coordinates = [[getattr(axes.coordinates(rank), axis) for axis in outer] for rank in range(axes.size)]
     for first, ranks in groupby(range(axes.size), key=lambda rank: coordinates[rank][0]):

@@ -225,7 +225,8 @@ class Model(ParameterAccess):
     def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
         """Train one step on this rank's samples of the global batch; return the mean loss over the whole global batch.
 
-        The global batch consists of the samples of rank 0, then those of rank 1, and so on; a rank may have none. With
+        The global batch consists of the samples of rank 0, then those of rank 1, and so on; a rank may have none. If
+        the model is split, the ranks of a replica pass the same samples, which count once. With
         ``auto_sync_gradients=False`` only gradients are computed; ``synchronize_gradients`` then sums them over the
         ranks, and the optimizer's ``step`` updates the parameters.
 

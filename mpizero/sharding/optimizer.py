@@ -424,7 +424,8 @@ class GradientCompressionOptimizer(ShardedOptimizer):
     Raises
     ------
     ConfigError
-        If the compression is unknown, or the configuration has a ``bucket_mb``.
+        If the compression is unknown, the wrapped optimizer needs the exact gradient of all samples, or the
+        configuration of the model has a ``bucket_mb`` or a ``wire``.
 
     Examples
     --------

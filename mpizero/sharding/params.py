@@ -278,7 +278,7 @@ STATE_ADVICE = (
     'shard more (the strategy "zero3" keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or '
     "nodes, or split the model (mz.Mesh(pipeline=...)); `mpizero plan` tells what a layout needs"
 )
-#: What memory is needed for where layers compute, and the advice.
+#: What errors say that the memory was for if layers find none, and the advice that follows.
 COMPUTING = (
     "computing a micro-batch",
     "choose a smaller micro_batch, more micro-batches (accumulate), checkpointed blocks, or, for fields, more ranks "
@@ -1108,7 +1108,10 @@ class ParameterAllGather:
         return self._arrived == len(self._gatherings)
 
     def test_first(self) -> None:
-        """Let the messages of the first region progress, before this rank may begin barriers. Not collective."""
+        """Let the messages of the first region progress; unlike :meth:`poll`, begin no barrier of the node.
+
+        Not collective. It is for a rank that still updates parameters.
+        """
         keep_testing(self._gatherings[0].test)
 
     def wait_requests(self) -> None:

@@ -194,7 +194,7 @@ class PlacedModel:
 
     @property
     def bits(self) -> str:
-        """Tell which CPUs compute these bits: "every CPU", or "this CPU, because" and what else computes."""
+        """The CPUs on which the bits are the same: "every CPU", or "this CPU, because" and what else computes."""
         optimizer = None if self.updater is None else self.updater.optimizer
         return bits(foreign_arithmetic(self.model, self.config.device, optimizer))
 
@@ -269,7 +269,7 @@ class PlacedModel:
     def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
         """Return a function that makes a ``TieExchange`` for the ranges that this rank owns.
 
-        None if no pipeline stages share a parameter.
+        None if this rank's pipeline stage shares no parameter with another stage.
         """
         if not self.partitioned.has_shared_parameters:
             return None

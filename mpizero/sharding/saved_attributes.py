@@ -179,7 +179,7 @@ def is_tile_record(value: object) -> bool:
 
 
 def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the number of tiles on each axis with which a checkpoint was trained; None if it is unknown.
+    """Return the number of tiles on each axis in the training that wrote a checkpoint; None if it is unknown.
 
     ``saved`` is the checkpoint's attribute ``mpizero``. In a checkpoint without a record of tiles, the numbers are the
     sizes of its groups.

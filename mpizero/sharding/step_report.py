@@ -244,7 +244,7 @@ def _number(report: StepReport) -> int:
 
 #: A notice advises another ``micro_batch`` only if a step takes less than this fraction of the present time with it.
 _WORTH = 0.9
-#: Steps after which no advice comes any more.
+#: Number of steps after which no such notice is printed any more.
 _MOST_STEPS = 20
 
 

@@ -472,7 +472,7 @@ class Updater:
         return tuple(slot for slot in (EMA, MASTER_WEIGHTS) if slot in self.state)
 
     def begin_copies(self, state: Mapping[str, Array]) -> None:
-        """Set the copies in ``state`` (from :meth:`host_state`) to this rank's parameters on the host."""
+        """Set the :attr:`copies` of parameters in ``state`` (from :meth:`host_state`) to the parameters on the host."""
         for piece in self.pieces:
             values = self.store.values[piece.store : piece.store + piece.size]
             for slot in self.copies:
@@ -557,8 +557,8 @@ class TensorTree:
     layout : FlatLayout
         The layout of the parameters.
     pieces : sequence of UpdatePiece
-        The ranges of parameters that this rank updates. Only the pieces in this rank's own shard are summed by it;
-        attribute ``pieces`` holds them.
+        The ranges of parameters that this rank updates. The rank sums only those in its own shard, which the attribute
+        ``pieces`` holds.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
@@ -573,7 +573,7 @@ class TensorTree:
 
     @cached_property
     def _all_sums(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
-        """The number of sums of each rank, and the order in which all ranks' sums are added to one for each tile.
+        """The number of sums of each rank, and the order in which the sums of all ranks are added up for each tile.
 
         Computed when first needed, because the time for it grows with the number of ranks, and many trainings need no
         norm.

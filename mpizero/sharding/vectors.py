@@ -114,7 +114,7 @@ def check_vector_method(optimizer: Any, config: Config, model: Any, *, scaled: b
             )
 
 
-#: Elements of which temporary arrays are made at a time.
+#: Number of elements for which temporary arrays are made at a time.
 _BLOCK = 1 << 15
 
 
@@ -274,8 +274,8 @@ class ShardedVectors:
     def drop_fixed(self, gradient: str, reach: float, target: str) -> None:
         """Set to 0 the elements of vector ``target`` where ``point - reach * gradient`` is at or beyond a bound.
 
-        Not collective. ``point`` is the vector :data:`POINT`, the last iterate. A bound from which minus the gradient
-        leads away does not count.
+        Not collective. ``point`` is the vector :data:`POINT`, the last iterate. Only a bound towards which minus the
+        gradient points counts.
         """
         for piece, _, fixed in self._fixed(gradient, reach):
             self._of(target, piece)[fixed] = 0

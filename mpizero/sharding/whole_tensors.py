@@ -335,7 +335,7 @@ class TensorExchange:
         return lambda move: _range(values, offset_of(self._pieces[move.span]), move)
 
     def _exchange(self, moves: Sequence[Move], tag: int, source: _View, target: _View) -> list[Request]:
-        """Begin to send elements from views ``source`` to views ``target`` on other ranks; copy those that stay here.
+        """Begin the messages of ``moves`` from views ``source`` to views ``target``; copy what stays on this rank.
 
         Messages between two ranks arrive in the order of the moves, which both ranks know.
         """
