@@ -55,7 +55,7 @@ class Grain(NamedTuple):
     stop: int
 
     def sample_range(self, micro: int) -> tuple[int, int]:
-        """Return the index in the global batch of a micro-batch's first sample, and its number of samples.
+        """Return the index of a micro-batch's first sample in the global batch, and the micro-batch's sample count.
 
         ``micro`` is the index of the micro-batch in the grain. Not collective.
         """
@@ -76,8 +76,8 @@ class GlobalBatch:
     samples : int
         Number of samples in the global batch.
     dynamic : int
-        With dynamic scheduling, the number of grains of the node that has the most; ``grains`` then holds all grains of
-        this rank's node. Otherwise 0.
+        With dynamic scheduling, the largest number of grains that a node has; ``grains`` then holds all grains of this
+        rank's node. Otherwise 0.
     """
 
     grains: dict[int, Grain]
@@ -142,16 +142,16 @@ def redistribute(
     first : bool
         Whether it is the model's first batch; rank 0 then prints a notice if two replicas have the same samples.
     check_parts : callable or None
-        Takes this rank's samples, and compares them with those of the ranks that share space; None without a domain.
+        Takes this rank's samples, and compares them with those of the other ranks of its domain; None without a domain.
     axes : int
-        Number of axes of space that a domain cuts: each rank gives its part of every sample. 0 without a domain.
+        Number of spatial axes that a domain cuts: each rank gives its part of every sample. 0 without a domain.
 
     Raises
     ------
     CollectiveMismatch
         On all ranks, if the ranks have called different operations.
     DataError
-        On all ranks, as :func:`_exchange_header` and :func:`check_slabs` say.
+        On all ranks, in the cases that :func:`_exchange_header` and :func:`check_slabs` list.
     """
     comm, part = grid.batch, _RankBatch(x, y, arguments, axes)
     table = _exchange_header(grid, part, first=first)
@@ -182,8 +182,8 @@ _NO_SAMPLES = SampleTree((), (), "", "", lambda leaves: ())
 class _RankBatch:
     """Hold the samples ``x`` and ``y`` that this rank gives to a global batch.
 
-    If ``x`` and ``y`` are invalid, or this thread does not round as it should, ``problem`` is the error, and ``count``,
-    the number of samples, is -1: all ranks then raise the error together in :func:`_exchange_header`.
+    ``count`` is the number of samples. If the arguments are invalid, or the floating-point mode of this thread was
+    changed, ``problem`` is the error and ``count`` is -1: all ranks then raise the error in :func:`_exchange_header`.
     """
 
     def __init__(self, x: Any, y: Any, arguments: StepArguments, axes: int = 0) -> None:
@@ -212,7 +212,7 @@ class _RankBatch:
         return dict(zip(self.tree.paths, map(_digest, self.tree.leaves), strict=True))
 
     def digest(self) -> int:
-        """Return one number that combines the checksums of x and y; 0 if they hold nothing. Not collective."""
+        """Return one number that combines the checksums of x and y; 0 if all arrays are empty. Not collective."""
         if not any(leaf.size for leaf in self.tree.leaves):
             return 0
         both = {"x": 0, "y": 0}
@@ -227,7 +227,10 @@ def _hash(text: str) -> int:
 
 
 def _without_space(leaf: Array, axes: int) -> tuple[int, ...]:
-    """Return the shape of one sample of an array; of a field, which has all axes of space, without their extents."""
+    """Return the shape of one sample of an array; in that of a field, one number replaces the spatial extents.
+
+    An array is a field if a sample of it has at least ``axes`` axes, of which the first ``axes`` are spatial.
+    """
     shape = leaf.shape[1:]
     return (-axes, *shape[axes:]) if len(shape) >= axes else shape
 
@@ -235,11 +238,12 @@ def _without_space(leaf: Array, axes: int) -> tuple[int, ...]:
 def check_slabs(
     comm: Communicator, domains: Sequence[Sequence[int]], tree: SampleTree, cut: Cut, known: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the extents of all fields of the samples, of which each rank gives its part. Collective.
+    """Return the extents of all fields in the samples, one field after the other; each rank gives its part of each.
 
-    ``domains`` are the ranks of each domain group. An array is a field if a sample of it has at least the axes of
-    ``cut``. If ranks of a domain give the same array, which is not constant, they have not cut the field along each
-    axis, unless the ranks' parts make up a field of the extents ``known``, which the model was given.
+    Collective. ``domains`` are the ranks of each domain group. An array is a field if a sample of it has at least as
+    many axes as ``cut`` cuts. If two ranks of a domain give the same array, which is not constant, they have not cut
+    the field along each axis. This is an error, unless the parts of all ranks make up a field with the extents
+    ``known``, the model's ``sample_shape``.
 
     Raises
     ------
@@ -291,12 +295,15 @@ def check_slabs(
 
 
 def _described_part(leaf: Array) -> int:
-    """Return a checksum of an array, or -1 if it is constant: parts of fields may then be equal."""
+    """Return a checksum of an array, or -1 if it is constant, because different parts of a field may be constant."""
     return _digest(leaf) if leaf.size and leaf.min() != leaf.max() else -1
 
 
 def _field_of(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[int]]:
-    """Return the extents of the field of which most ranks have parts of the given shapes, and the other ranks."""
+    """Return the extents of the field to which most of ``shapes`` belong, and the ranks whose shapes do not belong.
+
+    ``shapes`` are the shapes of all ranks' parts of a field that is cut by ``cut``.
+    """
     places = [cut.coordinates(rank) for rank in range(cut.size)]
     best: tuple[tuple[int, ...], list[int]] = ((), list(range(cut.size)))
     for here in places:
@@ -417,7 +424,8 @@ def _check_replicas(grid: ProcessGrid, local: _RankBatch, digests: Array) -> Non
 def _refuse(comm: Communicator, local: _RankBatch) -> NoReturn:
     """Raise an error that says whose batch is invalid or how two ranks' batches differ. Collective over all ranks.
 
-    Every rank calls it if the batch of one rank is invalid, or if the batches of two ranks differ.
+    Every rank calls it if the batch of one rank is invalid, if the batches of two ranks differ, or if the model is
+    split and the batch cannot be cut into samples.
     """
     tree = local.tree
     arrays = dict(zip(tree.paths, ((str(leaf.dtype), leaf.shape[1:]) for leaf in tree.leaves), strict=True))
@@ -569,7 +577,7 @@ class DynamicScheduler:
     next part when it has computed its previous part. [Note: dynamic scheduling] The number of the next part and the
     rank that has taken each part are in the node's shared memory. One rank at a time writes them, under a lock of the
     operating system, so taking a part needs no message from a rank that is busy. Which rank computes a grain depends on
-    timing. The result does not, because a part is a node of the tree in which gradients are summed.
+    timing. The result does not, because each part is a whole subtree of the tree in which gradients are summed.
 
     Parameters
     ----------
@@ -633,7 +641,11 @@ class DynamicScheduler:
         return max(map(len, node_blocks(self.grid, count)))
 
     def _reserve(self, nbytes: int, batch: Hashable) -> None:
-        """Allocate the node's memory for a batch. Collective over all ranks if ``batch`` has not been passed before."""
+        """Allocate at least ``nbytes`` bytes of the node's memory for batches of one form.
+
+        ``batch`` is this form: the grains, and the types and sample shapes of the arrays. Collective over all ranks if
+        the form has not been passed before.
+        """
         if batch in self._reserved:  # whether to join must not depend on a node's own free memory
             return
         reserved, self._reserved = self._reserved, set()  # if this fails, the old memory is already freed
@@ -646,9 +658,10 @@ class DynamicScheduler:
         self._reserved = reserved | {batch}
 
     def next_part(self, rows: int) -> range | None:
-        """Take and return the next part of the node's grains; None if none is left or it takes more than ``rows`` rows.
+        """Take and return the next part of the node's grains; None if no part is left.
 
-        Not collective.
+        Not collective. ``rows`` is the number of rows, of one partial sum of gradients each, that this rank has free.
+        If the next part needs more, the part is not taken, and None is returned.
         """
         with self._locks.hold(0):
             number = int(self._table[0])
@@ -661,8 +674,8 @@ class DynamicScheduler:
     def assigned(self, count: int) -> list[list[int]]:
         """Return the grains that each data rank has computed, node after node; call it after a barrier of the node.
 
-        Not collective. For other nodes the lists are those of :func:`contiguous_parts`: the partial sums that a node
-        sends do not depend on which of its ranks computed which grain.
+        Not collective. For ranks of other nodes the lists are those of :func:`contiguous_parts`. They may be wrong, but
+        suffice: the partial sums that a node sends do not depend on which of its ranks computed which grain.
         """
         grains = [list(span) for span in contiguous_parts(self.grid, count)]
         first = self.grid.order_index - self.grid.node.rank
@@ -724,8 +737,8 @@ class Totals(NamedTuple):
         Raises
         ------
         DataError
-            If the divisor of gradients is below the smallest or above the largest normal number of ``dtype``: the
-            divided gradient would become zero or infinite.
+            If the weight is finite, but the divisor of gradients is below the smallest or above the largest normal
+            number of ``dtype``: the divided gradient would become zero or infinite.
         """
         divisor, (least, most) = self.weight * scale, _LIMITS[dtype.itemsize]
         if not least <= divisor <= most and math.isfinite(self.weight):
@@ -743,7 +756,7 @@ class _Bad(NamedTuple):
 
     Objects compare in the order in which values are computed: loss, weight, then gradients from the last block to the
     first. ``kind`` is 0 for a loss, 1 for a weight and 2 for a gradient; ``order`` is minus the index of the gradient's
-    block.
+    block, or 0.
     """
 
     kind: int
@@ -949,7 +962,7 @@ class GrainScalars:
         return NonFinite(self._step, self.world.rank, bad.tensor, first, stop, bad.message)
 
     def in_the_sum(self, tensor: str, parts: Sequence[Array], norm: float) -> NonFinite:
-        """Describe an averaged gradient that is not finite, or whose squares overflow, though each grain's was finite.
+        """Describe an averaged gradient that is not finite, or whose squares overflow, though all grains were finite.
 
         Collective over all ranks. ``parts`` are this rank's elements of the averaged gradient of the parameter
         ``tensor``; ``norm`` is the sum of squares of all elements, which is not finite. The description names the rank
@@ -969,8 +982,8 @@ class GrainScalars:
 def tree_total(values: Array, parts: int = 1) -> Array:
     """Return the sum of the rows of a (rows, n) array, added in the order of the binary tree over the row numbers.
 
-    Successive ``parts`` rows are parts of one grain, which are added up first, as leaves of
-    :class:`~mpizero.layout.sum_tree.Leaves` are.
+    Each ``parts`` successive rows belong to the parts of one grain. They are added first, in a subtree of their own, as
+    :class:`~mpizero.layout.sum_tree.Leaves` says.
     """
     if missing := (1 << (parts - 1).bit_length()) - parts:
         values = np.pad(values.reshape(-1, parts, values.shape[1]), ((0, 0), (0, missing), (0, 0)))

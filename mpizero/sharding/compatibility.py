@@ -1,4 +1,4 @@
-"""Keep a model class and an optimizer class for each strategy: the interface before :func:`~mpizero.distribute`.
+"""Keep a model class and an optimizer class for each strategy: the interface older than :func:`~mpizero.distribute`.
 
 These classes use the same engine: :class:`ShardedModelBase` is a :class:`~mpizero.sharding.Model` that takes a
 :class:`~mpizero.ShardingConfig` and has more members. Each subclass names a row of the placement table
@@ -559,7 +559,7 @@ class HybridShardedModel(ModelParallelBase):
     """Combine pipeline, tensor, context and data parallelism, with any ZeRO stage over the data group.
 
     Each rank stores and computes the blocks of its stage, split over its tensor group. All ranks get losses and
-    metrics. Other errors are those of :class:`Model`.
+    metrics. The constructor also raises the errors of :class:`Model`.
 
     Parameters
     ----------

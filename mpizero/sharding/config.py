@@ -226,7 +226,8 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     learning_rate : float
         Learning rate, > 0, of the plain SGD that trains a model for which no optimizer was created.
     minimum_parameter_group_size : int
-        A block with fewer parameter elements than this forms one unit with a neighbouring block (ZeRO-2 and 3).
+        A block with fewer parameter elements than this forms one unit with a neighbouring block (not with DDP, where
+        the whole model is one unit).
     gradient_compression : {None, "bf16", "fp16", "int8", "topk:SHARE"}
         Compresses the float32 gradients that are sent between nodes (between ranks if they share no memory): to 16
         bits, to 8 bits, or to the fraction of elements with the largest magnitudes ("topk:0.01": one in a hundred).
@@ -236,8 +237,8 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         bit.
     wire : {None, "bfloat16"}
         "bfloat16" rounds the gradients of grains and each of their sums to bfloat16, on one process too, and sends them
-        in 16 bits. The bits of a training are then others than without, and again the same on any ranks
-        (docs/nodes.md). Needs a float32 model. Statistics of samples, such as running means, are not rounded.
+        in 16 bits. The results then have other bits than without ``wire``, and again the same bits on any number of
+        ranks (docs/nodes.md). Needs a float32 model. Statistics of samples, such as running means, are not rounded.
     wire_parameters : bool
         Whether parameters, too, are rounded to bfloat16 after each update, and sent in 16 bits. Updates are made to
         *master weights* in float32, which are one more array of the optimizer state. Needs ``wire``, an optimizer that
@@ -251,11 +252,11 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
     check_every : int
         Every this many steps, parameters and optimizer state are checked for corrupted memory; 0 is never.
     device : {"cpu", "cuda"}
-        Where the layers of a model of blocks compute: "cuda" is a GPU. Rank i of a node uses its GPU number i modulo
-        the number of its GPUs (docs/gpu.md).
+        Where the layers of a model of blocks compute: "cuda" is a GPU. Rank i of a node uses the node's GPU number i
+        modulo the number of the node's GPUs (docs/gpu.md).
     optimizer_device : {None, "cpu", "cuda"}
         Where optimizer state is stored and parameters are updated. None is the device of the layers, but the host for
-        an optimizer that the user has written. "cpu" saves GPU memory (offloading).
+        an optimizer that the user has written or that updates whole tensors. "cpu" saves GPU memory (offloading).
     direct_messages : bool
         Whether activations and their gradients are sent directly from GPU to GPU, if a trial at the start shows that
         MPI can do that. If False, messages always go through the host's memory.
@@ -317,13 +318,14 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         return {**values, "bad_steps.limit": self.bad_steps.limit}
 
     def loss_scale(self, scale: DynamicLossScale | None) -> DynamicLossScale | None:
-        """Return the loss scale to train with: ``scale``, or a default one if ``mixed_precision`` is "float16"."""
+        """Return ``scale``; if it is None and ``mixed_precision`` is "float16", a default loss scale to train with."""
         return DynamicLossScale() if scale is None and self.mixed_precision == "float16" else scale
 
     def grain_rule(self, model: Any = None, samples: tuple[Any, Any] | None = None) -> GrainRule:
-        """Return the rule that cuts global batches into grains for ``model``; None stands for a model not known yet.
+        """Return the rule that cuts global batches into grains for ``model``, which is None if it is not known yet.
 
-        ``samples`` are ``x`` and ``y`` of samples like those that the model is trained on; None if they are unknown.
+        ``samples`` is a pair ``(x, y)`` with the types and sample shapes of the batches that the model is trained on;
+        None if they are unknown.
         """
         if self.micro_batch is not None or model is None:
             return GrainRule(self.micro_batch, self.accumulate)
@@ -332,11 +334,11 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         return GrainRule(None, self.accumulate, samples and model.efficient_samples(*samples), coarse=True)
 
     def grain_size(self, global_batch: int) -> int:
-        """Return the number of samples in a full grain; a default of ``micro_batch`` is that of an unknown model."""
+        """Return the number of samples in a full grain; without ``micro_batch``, the default for an unknown model."""
         return self.grain_rule().grain_size(global_batch)
 
     def bucket_elements(self, itemsize: int) -> int | None:
-        """Return ``bucket_mb`` as a number of elements of ``itemsize`` bytes; None if it is None."""
+        """Return ``bucket_mb`` as a number of elements of ``itemsize`` bytes; None if ``bucket_mb`` is None."""
         return None if self.bucket_mb is None else elements_of(self.bucket_mb, itemsize)
 
 
@@ -479,9 +481,9 @@ def elements_of(mebibytes: float, itemsize: int) -> int:
 
 
 def check_bucket(settings: DataParallelSettings, compression: str | None, named: str = "gradient_compression") -> None:
-    """Raise an error if ``bucket_mb`` is given with ``compression``, which the error calls ``named``.
+    """Raise an error if ``bucket_mb`` is given together with ``compression``. Not collective.
 
-    Not collective.
+    ``compression`` is the setting of compressed gradients, and ``named`` the name that the error gives to the setting.
     """
     if settings.bucket_mb is not None and compression is not None:
         raise settings.reject(
@@ -492,10 +494,12 @@ def check_bucket(settings: DataParallelSettings, compression: str | None, named:
 
 
 def check_wire(config: Config, dtype: Any, contexts: int, statistics: Sequence[str]) -> None:
-    """Raise an error if ``config.wire`` is set for a model that is not in float32, or with context groups.
+    """Raise an error if the model or its context groups exclude ``config.wire`` or ``config.wire_parameters``.
 
-    Not collective. ``contexts`` is the number of ranks in a context group. The gradients of such ranks are parts of a
-    grain, which one process adds without rounding. ``statistics`` are the names of the model's averaged parameters.
+    Not collective. ``wire`` needs a model in float32 and no context groups: gradients of the ranks of a context group
+    are parts of a grain, which one process adds without rounding. ``wire_parameters`` needs a model without averaged
+    parameters. ``contexts`` is the number of ranks in a context group. ``statistics`` are the names of the model's
+    averaged parameters.
     """
     if config.wire is not None and dtype != "float32":
         raise config.reject("wire", f"needs a model in float32, this one is in {dtype}")
@@ -553,7 +557,8 @@ def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, m
 def schedules_dynamically(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> bool:
     """Tell whether the ranks of a node share their grains (slices of the batch) dynamically.
 
-    Each rank then takes the next grain when it has finished one. Otherwise, see :func:`assigned_in_advance`.
+    Each rank then takes the next few grains when it has finished its previous ones. If the setting requests this but
+    the function returns False, :func:`assigned_in_advance` says why.
     """
     requested = config.grain_assignment == "dynamic" and grid.data.size > 1
     return requested and not assigned_in_advance(placement, config, grid, model_ranks)
@@ -580,10 +585,10 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, compressio
 def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:
     """Tell which gradients an :class:`AllReduceBuffer` writes to scratch memory before it adds them to a sum.
 
-    "grains": the gradients of a grain that are added to another grain's row. "micro-batches": those of a grain's later
-    micro-batches, added to the row of the grain. None: no gradients. Blocks must end their backward passes one after
-    the other. Blocks do not do so in pipelines, where a stage computes several micro-batches at a time, nor on GPUs,
-    where the host does not wait for the end of a block.
+    "grains": the gradients of each grain that is added to the row of another grain. "micro-batches": the gradients of
+    all micro-batches of a grain but the first one, which are added to the row of the grain. None: no gradients. Scratch
+    memory is used only if blocks end their backward passes one after the other. They do not in pipelines, where a stage
+    computes several micro-batches at a time, nor on GPUs, where the host does not wait for the end of a block.
 
     Parameters
     ----------
@@ -618,7 +623,7 @@ def fuses_update(optimizer: Any, *, norm: bool, ties: bool, nodes: int, in_round
     norm : bool
         Whether the norm of the sum is needed before the update (:func:`needs_norm`).
     ties : bool
-        Whether pipeline stages share parameters, whose gradients they exchange before the update.
+        Whether this pipeline stage shares parameters with others, and exchanges their gradients before the update.
     nodes : int
         Number of ranks of the inter-node group, which exchange sums.
     in_rounds : bool
@@ -649,9 +654,9 @@ def sent_exactly(
     """Return the ranges of ``layout``'s gradient vector that are never compressed, in ascending order.
 
     With ``wire``, which loses nothing of a rounded sum, these are the statistics of samples, whose sums are not
-    rounded. Without, see [Note: copies] in ``sharding/grad_reduce.py``. The ranges include the gradients of a parameter
-    that several stages use only with replicated optimizer state: otherwise the owners of its copies add the sums of all
-    uses, so that the copies stay equal.
+    rounded. Without ``wire``, they are the gradients named in [Note: copies] in ``sharding/grad_reduce.py``. If several
+    pipeline stages use a parameter, its gradients are among them only where the optimizer state is replicated. Where it
+    is sharded, the owners of the parameter's copies add the sums of all uses, so the copies stay equal anyway.
     """
     if wire is not None:
         return layout.averages
@@ -683,11 +688,11 @@ def updated_by(placement: Placement, grid: NodeOrder) -> tuple[int, ...]:
 
 
 def round_buffer_sizes(layout: FlatLayout, ranks: int, *, in_place: bool) -> list[int]:
-    """Return, for each slot of a :class:`ReduceScatterBuffer`, its number of elements for each rank of the node.
+    """Return, for each slot of a :class:`ReduceScatterBuffer`, how many elements it has for each rank of the node.
 
-    A slot is memory for the gradients of one unit. If gradients are summed over several ``ranks``, there are two: one
-    is filled while the other is read, by ranks of the node or for messages. If ``in_place``, a function writes the
-    gradients of all units together, and one slot holds the gradients of all units.
+    A slot is memory for the gradients of one unit. If gradients are summed over several ``ranks``, there are two slots:
+    one is filled while the other is read, by ranks of the node or for messages. If ``in_place``, the user's function
+    writes the gradients of all units in one call, and there is one slot, which holds the gradients of all units.
     """
     if in_place:
         return [layout.gradient_size]

@@ -71,7 +71,7 @@ class ComputeDevice:
         return {}
 
     def group(self, group: Group) -> Group:
-        """Return a group whose methods take and return arrays on the device where layers compute."""
+        """Return a group of the same ranks as ``group``; its methods take and return arrays on the device."""
         return group
 
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
@@ -151,9 +151,10 @@ class CudaComputeDevice(ComputeDevice):
         return {kind: nbytes for kind, nbytes in sorted(self.device.allocated.items()) if nbytes}
 
     def group(self, group: Group) -> Group:
-        """Return a group with the ranks of ``group`` whose methods take and return arrays on the GPU.
+        """Return a group of the same ranks as ``group``; its methods take and return arrays on the GPU.
 
-        The first call of this method or of :meth:`pipeline_p2p` is collective over ``comm``.
+        The first call of this method or of :meth:`pipeline_p2p` is collective over all ranks, which then test whether
+        MPI can send GPU memory. Groups that are not a :class:`CommunicatorGroup` need no test.
         """
         if isinstance(group, CommunicatorGroup) and not self._indirect:
             return GpuAwareLayerGroup(group, self.device)
@@ -163,7 +164,8 @@ class CudaComputeDevice(ComputeDevice):
     def _indirect(self) -> str:
         """The reason why messages of layers go through host memory; "" if they go directly from GPU to GPU.
 
-        The first use is collective over ``comm``: the ranks then test whether MPI can send GPU memory.
+        With ``direct_messages`` the first use is collective over all ranks, which then test whether MPI can send GPU
+        memory.
         """
         # No cached_property: before Python 3.12 all threads, which meet in the probe, would share its lock.
         if self._problem is None:
@@ -175,7 +177,8 @@ class CudaComputeDevice(ComputeDevice):
     def pipeline_p2p(self, comm: Communicator) -> PipelineP2P:
         """Return the object that sends arrays on the GPU between pipeline stages.
 
-        The first call of this method or of :meth:`group` is collective over ``comm``.
+        ``comm`` has the ranks of the pipeline. The first call of this method or of :meth:`group` is collective over all
+        ranks, which then test whether MPI can send GPU memory.
         """
         return HostStagedP2P(comm, self.device) if self._indirect else GpuAwareP2P(comm, self.device)
 

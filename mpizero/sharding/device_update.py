@@ -41,7 +41,7 @@ _ONE_THREAD = 1
 
 
 class _Cut(NamedTuple):
-    """Describe ``size`` elements, from number ``first`` on, of a run or piece of the parameters to update (``of``)."""
+    """Describe ``size`` elements, from index ``first`` on, of the run or piece ``of``, a range of the parameters."""
 
     of: UpdateRun | UpdatePiece
     first: int
@@ -250,9 +250,10 @@ class StagedUpdater(DeviceUpdater):
     # ------------------------------------------------------------------ blocks
 
     def _blocks(self, runs: Sequence[UpdateRun | UpdatePiece]) -> Iterator[tuple[int, list[_Cut]]]:
-        """Yield each section: its first index in the optimizer state, and the parts of ``runs`` that lie in it.
+        """Yield, for each section, its first index in the optimizer state, and the parts of ``runs`` that lie in it.
 
-        ``runs`` are in ascending order of their indices in the optimizer state.
+        A section is ``STAGING`` successive bytes of each array of the optimizer state. ``runs``, the ranges that this
+        rank updates, are in ascending order of their indices in these arrays.
         """
         step = STAGING // self.dtype.itemsize
         for first in range(0, self.size, step):
@@ -324,5 +325,5 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, full: bool) -> tuple[
 
 
 def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:
-    """Return a function that fills a buffer with gradients of ``cut``; ``fill`` does so for what it is a part of."""
+    """Return a function that fills a buffer with gradients of ``cut``, by ``fill``, which does so for ``cut.of``."""
     return lambda first, out: fill(cut.first + first, out)

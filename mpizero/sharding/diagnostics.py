@@ -139,7 +139,7 @@ def dump_bad_step(
     indices: Any = None,
     about: Mapping[str, Any] | None = None,
 ) -> Path | None:
-    """Write the grains of the last step in which a loss or gradient was not finite to a folder below ``folder``.
+    """Write those grains of the model's last step whose loss or gradient was not finite to a folder below ``folder``.
 
     Collective over the model's ranks; rank 0 writes.
 
@@ -208,7 +208,7 @@ def _checked(x: Any, y: Any) -> tuple[SampleTree, dict[str, Any]]:
 def _gather(
     model: Model, tree: SampleTree, indices: Any, faults: tuple[NonFinite, ...]
 ) -> tuple[dict[int, BadGrain], int]:
-    """Gather the samples of the grains in ``faults`` from all ranks. Collective.
+    """Gather, from all ranks, the samples of the grains with the non-finite values ``faults``. Collective.
 
     ``tree`` has this rank's samples and ``indices`` their positions in the data set. Return the grains by number, and
     the number of samples in the global batch.
@@ -235,7 +235,7 @@ def _gather(
 
 
 def _whole(cut: Cut, parts: Sequence[Array]) -> Array:
-    """Return the whole fields of which the ranks of a domain have ``parts``; an array that is no field is not cut."""
+    """Return the whole field of which the ranks of a domain have ``parts``; of an array that is no field, rank 0's."""
     axes, places = len(cut.parts), [cut.coordinates(rank) for rank in range(cut.size)]
     if parts[0].ndim <= axes:
         return parts[0]
@@ -602,7 +602,7 @@ class _Trace:
         return self._targets[unit.index]
 
     def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
-        """Return ``dx``; :class:`_RecordedLayer` has recorded the block's gradients."""
+        """Return ``dx``, and add no gradients: :class:`_RecordedLayer` has already recorded those of the block."""
         return dx
 
     def reduce(self, unit: Unit) -> None:
@@ -762,9 +762,9 @@ def _host() -> str:
 
 
 def _compared(comm: Communicator, rank: int) -> float:
-    """Measure, on ``rank``, the seconds to add to its clock to get rank 0's; return 0 on rank 0.
+    """Return, on ``rank``, the seconds to add to the clock of ``rank`` to get rank 0's time; return 0 on rank 0.
 
-    Rank 0 and ``rank`` call it. ``rank`` asks rank 0 for its time repeatedly, and uses the fastest round trip.
+    Both of these ranks call it. ``rank`` asks rank 0 for the time repeatedly, and uses the fastest round trip.
     """
     box, trips = np.zeros(1), []
     for _ in range(_ROUND_TRIPS):

@@ -134,9 +134,10 @@ class Engine(PlacedModel):
         return batch
 
     def agree_on_space(self, tree: SampleTree, *, alone: bool = False) -> None:
-        """Check that each rank gives its part of the same fields, and note the extents of these. Collective.
+        """Check that each rank of a domain gives its part of the same fields, and record the extents of the fields.
 
-        It is collective over all ranks; with ``alone`` over this rank's domain, whose samples others need not have.
+        Collective over all ranks, whose fields must have the same extents. With ``alone`` collective over the ranks of
+        this rank's domain only: the fields of other domains may then have other extents.
         """
         grid, cut = self.grid, self.partitioned.cut
         assert cut is not None, "only the ranks of a domain give parts of fields"
@@ -147,8 +148,8 @@ class Engine(PlacedModel):
     def _grain_size(self, samples: int, tree: SampleTree) -> int:
         """Return the number of samples in a grain of a global batch of ``samples`` samples like those of ``tree``.
 
-        Collective over all ranks if the rule is new and depends on a count of operations: all ranks must have the same
-        count.
+        Collective over all ranks if the rule that cuts batches into grains is new and depends on a count of operations:
+        the ranks then check that they have the same count.
         """
         if self.grain_rule.coarse:
             self.complete_grain_rule(*tree.cut(slice(0, 0)))
@@ -350,7 +351,9 @@ class Engine(PlacedModel):
 
     @contextmanager
     def with_average(self, *, use: bool, agreed: bool = False) -> Iterator[None]:
-        """If ``use`` is true, replace the parameters by their moving average inside the context, which is collective.
+        """Replace the parameters by their moving average inside the context; without ``use``, change nothing.
+
+        All ranks enter and leave the context together.
 
         After the context the parameters have the same bits as before, also after an error that all ranks raise. An
         error inside a layer that is split over ranks ends the job without restoring the parameters, unless ``agreed``

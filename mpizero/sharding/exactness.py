@@ -1,9 +1,9 @@
-"""Say on what the bits of a training depend, and hold fixed what they would depend on besides.
+"""Say on what the bits of a training depend, and set the number of BLAS threads, so that they do not depend on it.
 
-:func:`within_rounding` lists why results do not equal those of one process bit by bit, :func:`foreign_arithmetic` why
-they may be other bits on another CPU: products, functions and decompositions of other libraries are rounded as their
-authors and the CPU like. Such a library may also round differently with another number of threads, or in another build:
-:func:`limit_blas_threads` sets the number and compares the builds of all ranks.
+:func:`within_rounding` lists why results do not equal those of one process bit by bit. :func:`foreign_arithmetic` lists
+why they may have other bits on another CPU: how products, functions and decompositions of other libraries are rounded
+depends on the library and on the CPU. Such a library may also round differently with another number of threads, or in
+another build: :func:`limit_blas_threads` sets the number and compares the builds of all ranks.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _ADAPTERS = {
 def foreign_arithmetic(model: Any, device: str = "cpu", optimizer: Any = None) -> list[str]:
     """Return what computes in a training besides this library's own arithmetic, in words; [] if nothing does.
 
-    Only then the bits are those of every CPU with fused multiply-adds. Not collective. What reads and transforms
-    samples is not looked at.
+    If the list is empty, the bits are the same on every CPU that has fused multiply-adds. Code that reads or transforms
+    samples is not considered. Not collective.
 
     Parameters
     ----------
     model : model
         The user's model: its layers and its loss.
     device : str
-        Where it computes: "cpu" or "cuda".
+        Where the model computes: "cpu" or "cuda".
     optimizer : optimizer, optional
         The optimizer, with its learning rate.
     """
@@ -74,13 +74,16 @@ def bits(reasons: Sequence[str]) -> str:
 
 
 def _of_layer(layer: Any, place: str) -> list[str]:
-    """Name what computes, besides this library, in a layer and in the layers inside it; "" where nothing does."""
+    """Return, for a layer and each layer inside it, what computes in it besides this library; "" if nothing does.
+
+    ``place`` names the layer's block in the texts.
+    """
     inside = layer.children().values() if isinstance(layer, nn.Layer) else ()
     return [_of_class(layer, place), *(why for child in inside for why in _of_layer(child, place))]
 
 
 def _of_class(part: Any, role: str) -> str:
-    """Name what computes in an object, if its class is not this library's own; "" if it is."""
+    """Name what computes in the object ``part``, which computes ``role``; "" if its class is this library's own."""
     kind = part if hasattr(part, "__qualname__") else type(part)
     module = f"{kind.__module__}."
     if module.startswith(_OWN):
@@ -96,7 +99,7 @@ def within_rounding(
     accumulate: int = 1,
     optimizer: Any = None,
 ) -> tuple[str, ...]:
-    """Return why results equal those of one process with the same tiles only within rounding; () if bitwise.
+    """Return why results equal those of one process with the same tiles only within rounding; () if bits are equal.
 
     ``parallel_layout`` is the result of :func:`resolve_tiles`, ``compression`` and ``accumulate`` the settings
     ``gradient_compression`` and ``accumulate``. A layer whose bits depend on the size of the group says why in its

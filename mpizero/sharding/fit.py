@@ -98,7 +98,8 @@ class OptimizationResult:
     steps : int
         Number of training steps.
     stopped_early : bool
-        Whether training stopped before the last epoch, because the validation loss did not improve.
+        Whether the last ``patience`` epochs did not improve the validation loss, so that training stopped after them;
+        also if the last one was the last of all epochs.
 
     Examples
     --------
@@ -125,9 +126,9 @@ class OptimizationResult:
     def best_parameters(self) -> Array:
         """The parameters of the whole model after the best epoch, as a 1-D array in declared order.
 
-        With ZeRO-3, FSDP and models split over ranks, each rank keeps only its part of them. The first access is then
-        collective over the model's ranks, and must come before the model is closed. With the other strategies every
-        rank has all parameters.
+        With ZeRO-3, FSDP and models split over ranks, each rank may keep only its part of them. The first access is
+        then collective over the model's ranks, and must come before the model is closed. With the other strategies
+        every rank has all parameters.
         """
         return self.best.gathered()
 
@@ -207,7 +208,7 @@ _COMPARED = 1 << 24
 
 
 def compared_samples(source: Source) -> dict[str, Any]:
-    """Return evenly spaced samples of each array of an :class:`ArraySource`, by its path, for comparison of ranks.
+    """Return evenly spaced samples of each array of an :class:`ArraySource`, by its path, for ranks to compare.
 
     Not collective. The samples are up to 16 MiB of each array. For another source, return an empty dict.
     """
@@ -225,7 +226,7 @@ def _same_data(comm: Communicator, data: Any, options: OptimizationOptions) -> t
     """Check that all ranks pass the same data; return the samples for training and those for validation.
 
     Collective; the first collective of ``optimize``. If the data are arrays, up to 16 MiB of evenly chosen samples of
-    each are compared. For a data source only the number of samples is compared, because reading may take long.
+    each are compared. For other data sources only the number of samples is compared, because reading may take long.
     """
     from mpizero.data.source import ArraySource
 
@@ -260,8 +261,8 @@ def _validated(optimizer: ShardedOptimizer, valid: Any) -> dict[str, float]:
 class BestParameters:
     """Keep a copy of a model's parameters and integer arrays.
 
-    If parameters are sharded or split over ranks, each rank copies the ranges that it owns, else all parameters. It
-    also copies the integer arrays of its pipeline stage.
+    If a rank cannot read all parameters in its node's memory, because they are sharded over nodes or split over ranks,
+    it copies the ranges that it owns, else all parameters. It also copies the integer arrays of its pipeline stage.
 
     Parameters
     ----------

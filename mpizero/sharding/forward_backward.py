@@ -52,7 +52,7 @@ UnitDone = Callable[[Unit], None]
 
 
 class GradientTarget(Protocol):
-    """Receive the gradients that an evaluator computes; ``by_block`` is as in :class:`CheckedMicroBatch`."""
+    """Receive the gradients that an evaluator computes; it calls :meth:`accumulate` only if ``by_block`` is true."""
 
     by_block: bool
 
@@ -72,9 +72,9 @@ class BlockEvaluator:
     If parameters are sharded, a unit is gathered before its forward pass and freed afterwards, and again for its
     backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` adds the length of the sequences in a
     micro-batch ``x`` to its ``Run``; it is None if no layer is split. After an error of the types ``agreeable``
-    (:func:`agreeable_errors`) a rank joins the remaining collectives. After another one it must not: with layers that
-    are split over ranks, the others wait inside a layer. In the methods, "collective if sharded" means collective over
-    the data group if parameters or gradients are sharded.
+    (:func:`agreeable_errors`) a rank joins the remaining collectives. After any other error it must not: if layers are
+    split over ranks, the other ranks then wait inside a layer. In the methods, "collective if sharded" means collective
+    over the data group if parameters or gradients are sharded.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class BlockEvaluator:
         run : Run
             The arguments of the forward pass besides parameters and ``x``, such as seed and step.
         gradients : GradientTarget
-            Has the views that gradients are written to; its methods are called when those of a block or unit are
-            complete.
+            Has the views that gradients are written to. Its method ``accumulate`` is called when the gradients of a
+            block are complete, ``reduce`` when those of a unit are.
         """
         caches: dict[str, Any] = {}
         clock = self.store.timeline
@@ -343,9 +343,9 @@ class BlackBoxEvaluator:
 
     @contextmanager
     def using_product(self, direction: Mapping[str, Array] | None) -> Iterator[None]:
-        """Compute the model's ``product`` with ``direction``, if not None, instead of gradients inside the context.
+        """Inside the context, :meth:`gradients` computes the model's Hessian ``product`` with ``direction`` instead.
 
-        Not collective. With a product the sum of losses is 0.
+        Not collective. The sum of losses is then 0. If ``direction`` is None, gradients are computed as usual.
         """
         self._direction = direction
         try:
@@ -373,8 +373,8 @@ class BlackBoxEvaluator:
     def _unread_gradients(self) -> dict[str, Array]:
         """Return arrays for gradients that are not read: a function that works in place writes them with the loss.
 
-        Not collective. The arrays are allocated at the first call; there is none if the model has a function for the
-        loss alone.
+        Not collective. The arrays are allocated at the first call. If the function does not work in place, the returned
+        dictionary is empty.
         """
         if self.in_place and not self._unread:
             buffer = self.store.memory.private("buffers", self.store.layout.size, self.store.dtype)
@@ -472,7 +472,7 @@ def writable(views: Mapping[str, Array]) -> Iterator[FunctionGradients]:
 
 @contextmanager
 def _explained(function: str, more: str = "") -> Iterator[None]:
-    """Add advice to an error from writing to a read-only array; ``function`` and ``more`` are parts of its text."""
+    """Add advice to an error from writing to a read-only array; the advice contains ``function`` and ``more``."""
     try:
         yield
     except (ValueError, TypeError, BufferError) as error:
@@ -574,7 +574,7 @@ class Runner(ABC):
         self.store.wait()
 
     def count(self, batch: MicroBatch, loss: float, weight: float) -> None:
-        """Record the sum of losses and the weight of a micro-batch, if this rank is one that counts losses.
+        """Record the sum of losses and the weight of a micro-batch, if this rank records losses (``counts``).
 
         Not collective.
         """
@@ -831,7 +831,8 @@ def evaluate(
     scalars : GrainScalars
         Collects losses, weights and failures.
     rounds : int
-        Number of forward passes of the rank that makes the most. Every rank joins the collectives of that many passes.
+        Number of forward passes whose collectives every rank joins: if parameters are sharded, as many as the rank with
+        the most makes; otherwise 0.
     run_of : callable
         Takes the index of a micro-batch's first sample and its number of samples, and returns the ``Run`` of a training
         pass over them; here it is used with ``training=False``.

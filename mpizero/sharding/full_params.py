@@ -35,7 +35,7 @@ ParameterMessage = tuple[int, tuple[int, Ranges, tuple[Ranges, ...]] | None]
 class SentParameter(NamedTuple):
     """Hold a parameter of the whole model (``entry``), and the slice of it that is read from one rank.
 
-    ``part`` is the slice, or None for the whole parameter; ``size`` is its number of elements.
+    ``part`` is the slice, or None for the whole parameter. ``size`` is the number of elements that are read.
     """
 
     entry: ParameterUse
@@ -262,7 +262,7 @@ class GlobalView:
     # ------------------------------------------------------------------ questions (not collective)
 
     def home(self, spec: ParameterSpec) -> ParameterUse:
-        """Return the whole model's parameter of which this rank holds ``spec``: all of it, a slice, or a copy."""
+        """Return the whole model's parameter that ``spec`` describes on this rank: all of it, a slice, or a copy."""
         return self.layout.by_name[spec.guest or spec.name]
 
     def writes(self, spec: ParameterSpec) -> bool:
@@ -271,9 +271,10 @@ class GlobalView:
 
 
 def take(spec: ParameterSpec, full: Array, start: int, out: Array) -> None:
-    """Fill ``out`` with elements of what a rank holds (``spec``) of a parameter, from ``full``, the whole parameter.
+    """Fill ``out`` with successive elements of a parameter, or of a rank's slice of it, from ``full``.
 
-    ``start`` is the index of the first element to fill, counted in what the rank holds: the whole parameter or a slice.
+    ``full`` is the whole parameter. ``spec`` describes what the rank holds: the whole parameter or a slice of it.
+    ``start`` is the index of the first element to fill, counted in what the rank holds.
     """
     if spec.part is None:
         out[:] = full[start : start + out.size]
@@ -284,8 +285,8 @@ def take(spec: ParameterSpec, full: Array, start: int, out: Array) -> None:
 def global_ranges(spec: ParameterSpec, start: int, values: Array) -> Iterator[tuple[int, Array]]:
     """Cut values of a parameter into runs that are contiguous in the whole parameter.
 
-    ``spec`` describes what the rank holds: the whole parameter or a slice. ``start`` is the index in it of the first of
-    ``values``.
+    ``spec`` describes what the rank holds: the whole parameter or a slice. ``values`` are successive elements of this,
+    from index ``start`` on.
 
     Yields
     ------

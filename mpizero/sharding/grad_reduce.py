@@ -1,14 +1,15 @@
 """Keep the gradients of a step in buffers, and sum them over the ranks of the data group.
 
 The module has three parts, in this order. :class:`ReduceScatterBuffer` keeps the gradients of one unit, and sums them
-into the shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3). :class:`AllReduceBuffer` keeps
-whole gradients, for DDP and ZeRO-1, and with any strategy for gradients that are summed later
-(``auto_sync_gradients=False``). It sums gradients at the end of a step or, by :class:`OverlappedReduction`, during the
-step's backward pass. :class:`GradientExchange` sends the partial sums of both buffers between peers, compressed or not,
-and keeps the residuals of compression (error feedback). Both buffers sum by the same tree, so the bits are the same.
+into the shards of the ranks as soon as the unit's backward pass ends (ZeRO-2 and 3, and ZeRO-1 with a context group).
+:class:`AllReduceBuffer` keeps whole gradients, for DDP and otherwise ZeRO-1, and with any strategy for gradients that
+are summed later (``auto_sync_gradients=False``). It sums gradients at the end of a step or, by
+:class:`OverlappedReduction`, during the step's backward pass. :class:`GradientExchange` sends the partial sums of both
+buffers between peers, compressed or not, and keeps the residuals of compression (error feedback). Both buffers sum by
+the same tree, so the bits are the same.
 
-The engine runs the micro-batches of a buffer (:class:`MicroBatch`), which write gradients, and then asks the buffer for
-their sum.
+The engine runs the micro-batches (:class:`MicroBatch`) that a buffer returns, and that write their gradients to it.
+Then the engine asks the buffer for the sum of these gradients.
 
 [Note: words] The gradient vector is the gradients of all units, one unit after the other. A *row* is memory for one
 gradient vector. A :class:`ReduceScatterBuffer` has no rows: its *slots* hold the gradients of one unit, and its *stack*
@@ -167,8 +168,9 @@ class ReduceScatterMicroBatch(MicroBatch):
 
 
 class AllReduceMicroBatch(MicroBatch):
-    """Represent a micro-batch whose gradients are written to memory of this rank, and added to the sums in ``step``.
+    """Represent a micro-batch whose gradients are written to memory of this rank, and added to its partial sums.
 
+    ``step`` (:class:`FoldStep`) says to which partial sums the gradients of the micro-batch's grain are added.
     ``row`` is the index of the row that its gradients are written to; None is the scratch array. ``overlapped``, if not
     None, reduces the rows while this micro-batch, the last one of the training step, completes them.
     """
@@ -187,7 +189,7 @@ class AllReduceMicroBatch(MicroBatch):
         return self._buffer.parts_of(self._row, unit, block)
 
     def accumulate(self, unit: Unit, block: str) -> None:
-        """Add the block's gradients to the grain's sum; after the last micro-batch, add this to earlier sums."""
+        """Add the block's gradients to the grain's sum; after its last micro-batch, add that sum to earlier sums."""
         assert self.grain is not None
         last = self.number == len(self.grain.micro_batches) - 1
         self._buffer.accumulate_block(self._step, self.number, last, unit, block)
@@ -366,7 +368,7 @@ class ReduceScatterBuffer:
         """Do nothing, because the shared memory does not depend on the number of grains. Not collective."""
 
     def micro_batches(self, batch: GlobalBatch, *, summed: bool) -> list[MicroBatch]:
-        """Return this rank's micro-batches of all rounds, without samples for a round in which it has no grain.
+        """Return this rank's micro-batches of all rounds; those of a round in which it has no grain have no samples.
 
         Collective over the data group. The methods of the micro-batches are collective, too. They always reduce the
         gradients over ranks, also if ``summed`` is False.
@@ -445,9 +447,9 @@ class ReduceScatterBuffer:
         Each rank adds the partial sums of the range that it owns to its stack. Collective over the data group.
 
         [Note: sums in flight] With several peers, the segments of a unit's exchange are in flight while the next unit
-        is computed, in the order of units and rounds. A slot holds the gradients of a unit until all of its segments
-        have begun. Where there are two slots, that is before the barrier of the next unit, after which the slot is
-        written again; where there is only one ([Note: in place]), this call begins all segments itself.
+        is computed, in the order of units and rounds. A slot holds the gradients of a unit until all segments of the
+        unit's exchange have begun. Where there are two slots, the segments begin before the barrier of the next unit,
+        after which the slot is written again. Where there is only one ([Note: in place]), this call begins them all.
         """
         self._queue.begin()
         self.memory.barrier("unit gradients")
@@ -651,7 +653,11 @@ class AllReduceBuffer:
                     part = total
 
     def _sums_of(self, step: FoldStep, unit: Unit, block: str) -> list[tuple[int, Array, list[Array]]]:
-        """Return, for each range of a block's gradients: its index in a row, and its parts of the rows of ``step``."""
+        """Return, for each range of a block's gradients, where it starts in a row, and views of it in several rows.
+
+        The views are one of the memory that the grain's gradients are written to, and one of each row in
+        ``step.targets``, to which they are then added.
+        """
         key = self.window.shape[0], step.row, step.targets, unit.index, block
         if key not in self._sums:
             spans = [span.shift(self.layout.gradient_bases[unit.index]) for span in unit.gradient_ranges[block]]
@@ -728,7 +734,11 @@ class AllReduceBuffer:
         return result
 
     def _divide(self, divisors: Divisors) -> None:
-        """Divide the sums in this rank's first row (memory for one gradient): all, or those that this rank owns."""
+        """Divide the sums in this rank's first row (memory for one gradient vector) by ``divisors``.
+
+        Not collective. With replicated optimizer state the row has the sums of all peers' ranges, and all are divided;
+        otherwise only the sums of the range that this rank owns.
+        """
         summed = self._ranges if self.exchange.replicated else [self._ranges[self.exchange.comm.rank]]
         for span in (span for spans in summed for span in spans):
             for part, averaged in span.split(self.layout.averages):
@@ -752,7 +762,10 @@ class AllReduceBuffer:
         return reduce(add, rows[1:], rows[0].copy()) if rows else np.zeros(self.layout.gradient_size, self.dtype)
 
     def _barrier(self) -> None:
-        """Wait until all ranks of the node have written their gradients. Collective over the node."""
+        """Wait until all ranks of the node have written their gradients. Collective over the node.
+
+        With dynamic scheduling it is then known which rank has computed which grain, and how rows are added is planned.
+        """
         with self.store.timeline.span("reduction", "rows"):
             self.store.memory.barrier("rows")
         if self._dynamic_grains and self._plan is None:
@@ -822,8 +835,8 @@ class OverlappedReduction:
     from the last block to the first. A bucket's partial sums are exchanged as soon as every block in it has finished
     its backward pass on all ranks of the node; a barrier of the node makes sure of that. With ZeRO-1 there is a bucket
     for each unit, and each peer sums the elements that it owns. With DDP all buckets have one size, and each peer sums
-    an equal part of each bucket, since its elements may all be in one shard; then the peer sends its sums to all peers,
-    into their first rows. A few exchanges of partial sums are in flight at a time (``SegmentQueue``), and any number of
+    an equal part of each bucket, because one peer may own all of a bucket's elements. Then each peer sends its sums to
+    all peers' first rows. A few exchanges of partial sums are in flight at a time (``SegmentQueue``), and any number of
     all-gathers of sums, because these need no buffers. Every element is added in the order of the tree, so it does not
     matter which rank adds it.
 
@@ -884,8 +897,9 @@ class OverlappedReduction:
     def ended(self, blocks: Sequence[str]) -> None:
         """Record that this rank's sums of ``blocks`` are complete, and begin to exchange the buckets now complete.
 
-        Collective over the data group; every rank calls it for the same blocks in the same order. ``blocks`` are those
-        whose gradients have been added to the gradients of earlier grains; a block may be named more than once.
+        Collective over the data group; every rank calls it for the same blocks in the same order. In ``blocks`` are the
+        names of blocks whose gradients of the last micro-batch have been added to the gradients of earlier grains; a
+        block may be named again in a later call.
         """
         for block in blocks:
             self._ends.pop(block, None)
@@ -1056,8 +1070,8 @@ class GradientExchange(ExactExchange):
         The setting ``Config.wire``: "bfloat16" rounds sums ([Note: rounded sums] in ``comm/reduce.py``), and sends them
         in 16 bits.
     ties : bool
-        Whether pipeline stages add gradients of parameters that they share. They do so after the sums over ranks, and
-        the results are not rounded.
+        Whether this pipeline stage shares parameters with other stages. Their gradients are added over the stages after
+        the sums over ranks, and the results are not rounded.
     """
 
     def __init__(

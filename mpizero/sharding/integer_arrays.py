@@ -99,7 +99,7 @@ class IntegerState:
     def take(self, block: str, first: int, count: int) -> LayoutError | None:
         """Store ``block``'s new values; return an error if an earlier micro-batch has written different values.
 
-        ``first`` and ``count`` are the number of the micro-batch's first sample, and its number of samples.
+        ``first`` is the index of the micro-batch's first sample in the global batch, ``count`` its number of samples.
         """
         for name in self._names([block]) if self._local else ():
             written = self._written[name]

@@ -274,7 +274,7 @@ def _minority(values: dict[int, int], hosts: Sequence[str]) -> str:
     return f"on rank {who} differs from its {counted[0][1]} equal copies"
 
 
-#: By bytes of an element: the unsigned integer type of that size, and the sentinel, a quiet NaN with any payload.
+#: By bytes of an element: the unsigned integer type of that size, and the sentinel, a quiet NaN with a rare payload.
 _SENTINELS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uint64, 0x7FFA5C3E9B71D42F)}
 
 

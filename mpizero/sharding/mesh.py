@@ -131,8 +131,9 @@ class Mesh(NodeSettings, AxisSettings):
         Number of pipeline stages, of ranks over which each layer is split, and of ranks over which each sequence is
         split. Values above 1 need a model of blocks (docs/concepts.md).
     domain : tuple of int
-        Number of parts of each axis of space into which fields are cut, such as (2, 2); () cuts none. So many ranks
-        share each sample (docs/fields.md). They take the place of a context group; tensor and context must be 1.
+        Number of parts of each axis of space into which fields are cut, such as (2, 2); () cuts none. The ranks that
+        share each sample, as many as the parts of a field, take the place of a context group (docs/fields.md); tensor
+        and context must be 1.
     data : int
         Number of replicas of the model; -1 makes as many as the number of ranks allows.
     order : str or None
@@ -364,7 +365,10 @@ class Mesh(NodeSettings, AxisSettings):
 
 
 def _lines(axes: Axes, named: list[str]) -> Iterator[str]:
-    """Yield a line for each coordinate on the first of the axes ``named``: its ranks, grouped by the middle axes."""
+    """Yield a line for each coordinate on the first of the axes ``named``: the ranks that have this coordinate.
+
+    The ranks of a line are grouped by their coordinates on the axes between the first and the last.
+    """
     *outer, _ = named
     coordinates = [[getattr(axes.coordinates(rank), axis) for axis in outer] for rank in range(axes.size)]
     for first, ranks in groupby(range(axes.size), key=lambda rank: coordinates[rank][0]):

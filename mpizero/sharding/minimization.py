@@ -100,7 +100,8 @@ def minimize(
     """Minimize a model's mean loss over all samples by a full-batch method such as L-BFGS.
 
     Collective over the model's ranks. The model's parameters are the start values, and are replaced by the result.
-    Vectors are sharded like optimizer state; iterates have the same bits on any number of ranks, with every strategy.
+    The method's vectors are sharded like optimizer state. Iterates have the same bits on any number of ranks, with
+    every strategy.
 
     Parameters
     ----------
@@ -111,8 +112,8 @@ def minimize(
         batch.
     method : {"l-bfgs", "cg", "newton-cg", "gauss-newton"} or VectorMethod
         :class:`~mpizero.optim.LBFGS`, :class:`~mpizero.optim.NonlinearCG` or :class:`~mpizero.optim.NewtonCG`, or an
-        instance of one of them. NewtonCG takes Hessian products from the model, ``FunctionModel(product=...)``, if it
-        has them; "gauss-newton" is NewtonCG, and raises an error if the model has no products.
+        instance of one of them. NewtonCG takes Hessian products from the model, ``FunctionModel(product=...)``, if the
+        model has them; "gauss-newton" is NewtonCG, and raises an error if the model has no products.
     bounds : pair, dict of str to pair, or None
         As in :class:`~mpizero.optim.LBFGS`; the other methods take no bounds.
     regularization : dict of str to callable, or None
@@ -162,7 +163,7 @@ def minimize(
 
 
 class _Minimization:
-    """Run the evaluations of a minimizer until it has converged. Every method is collective over the model's ranks."""
+    """Run the evaluations that a minimizer needs. Every method is collective over the model's ranks."""
 
     def __init__(self, model: Model, x: Any, y: Any, callback: Callable[[MinimizeResult], object] | None):
         self._model, self._x, self._y, self._callback = model, x, y, callback

@@ -114,8 +114,8 @@ class Model(ParameterAccess):
     the error of another rank), and the model is unchanged.
 
     Inside layers that are split over ranks, an error is raised on one rank only, while the others wait for this rank in
-    the layer; so an error that is not caught ends the job. A DataError in such a layer does not end the job, because
-    all ranks of a tensor group raise it for the same samples.
+    the layer; so an error that is not caught ends the job. Without context groups, a DataError in such a layer does not
+    end the job, because all ranks of a tensor group raise it for the same samples.
 
     Parameters
     ----------
@@ -225,7 +225,8 @@ class Model(ParameterAccess):
     def train(self, x: Any, y: Any, *, epoch: int = 0) -> float:
         """Train one step on this rank's samples of the global batch; return the mean loss over the whole global batch.
 
-        The global batch consists of the samples of rank 0, then those of rank 1, and so on; a rank may have none. With
+        The global batch consists of the samples of rank 0, then those of rank 1, and so on; a rank may have none. If
+        the model is split, the ranks of a replica pass the same samples, which count once. With
         ``auto_sync_gradients=False`` only gradients are computed; ``synchronize_gradients`` then sums them over the
         ranks, and the optimizer's ``step`` updates the parameters.
 
@@ -287,9 +288,9 @@ class Model(ParameterAccess):
     def predict(self, x: Any, *, ema: bool = False) -> Any:
         """Return the predictions for this rank's ``x``; ranks may pass different numbers of samples.
 
-        The ranks of a domain pass their parts of the same fields, and get those of the predictions.
+        The ranks of a domain pass their parts of the same fields, and get their parts of the predictions.
 
-        Collective if parameters are sharded (ZeRO-3, FSDP) or layers are split over ranks, even if the ranks share
+        Collective if parameters are sharded (ZeRO-3, FSDP) or the model is split over ranks, even if the ranks share
         memory. Otherwise each rank may call it alone; but with ZeRO-1 and ZeRO-2 on several nodes (on several ranks, if
         they share no memory) the first call after a step is collective, because the ranks wait together for the updated
         parameters. With ``ema`` the parameters' moving average (``ShardingConfig(ema=...)``) is used instead of the

@@ -100,7 +100,7 @@ class ShardedOptimizer:
     if not TYPE_CHECKING:  # a type checker would accept every misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise :class:`AttributeError` for an unknown attribute; for one of PyTorch, name the equivalent."""
+            """Raise :class:`AttributeError`; if PyTorch has an attribute ``name``, the message names the equivalent."""
             raise no_attribute(self, name)
 
     # ------------------------------------------------------------------ binding and stepping
@@ -424,7 +424,8 @@ class GradientCompressionOptimizer(ShardedOptimizer):
     Raises
     ------
     ConfigError
-        If the compression is unknown, or the configuration has a ``bucket_mb``.
+        If the compression is unknown, the wrapped optimizer needs the exact gradient of all samples, or the
+        configuration of the model has a ``bucket_mb`` or a ``wire``.
 
     Examples
     --------

@@ -120,7 +120,7 @@ class ParameterAccess:
     if not TYPE_CHECKING:  # a type checker would accept every misspelt name
 
         def __getattr__(self, name: str) -> Any:
-            """Raise :class:`AttributeError` for an unknown attribute; for one of PyTorch, name the equivalent."""
+            """Raise :class:`AttributeError`; if PyTorch has an attribute ``name``, the message names the equivalent."""
             raise no_attribute(self, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -261,8 +261,8 @@ class ParameterAccess:
     def batch_group(self) -> Communicator:
         """The communicator over whose ranks a global batch is divided; pass it to ``data.batches`` as ``group``.
 
-        With :class:`LocalSGDOptimizer`, where each rank trains its own copy of the model, the communicator has all
-        ranks, too.
+        With :class:`LocalSGDOptimizer`, where each rank trains its own copy of the model, it is the communicator of all
+        ranks of the mesh.
         """
         return self._mesh.communicator if self._mean_every else self._engine.grid.batch
 
@@ -362,9 +362,10 @@ class ParameterAccess:
 
     @property
     def owned(self) -> tuple[Span, ...]:
-        """For each unit, the range of its parameters that this rank owns: one of equal shards.
+        """For each unit, the range of its parameters that this rank owns: its shard.
 
-        Ranges are in elements of the flat vector of all parameters of this rank's pipeline stage and tensor part.
+        Ranges are in elements of the flat vector of all parameters of this rank's pipeline stage and tensor part. The
+        shards of a unit on the ranks of a data group are equally long, up to one element.
         """
         return self._engine.store.shard.spans
 

@@ -8,11 +8,11 @@ parameters to the other nodes during the next forward pass (ZeRO-1 and 2, and Ze
 :func:`fits_shared_memory` checks in advance whether parameters and gradients fit into shared memory.
 
 [Note: regions] The parameters are cut into regions, in the order in which blocks use them. Each region has an
-all-gather of its own, between the nodes that own parts of it; these begin in that order. Before a rank reads the
-parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node share one
-copy, each of them receives a part of the region, and the region is complete when all of them have received their parts.
-Each region therefore has a non-blocking barrier of the node; a rank begins the barrier as soon as its own messages of
-the region have arrived.
+all-gather of its own, between the nodes that own parts of it; the all-gathers begin in this order. Before a rank reads
+the parameters of a block, it waits for all regions up to the last one that the block uses. If the ranks of a node share
+one copy, each of them receives a part of the region, and the region is complete when all of them have received their
+parts. Each region therefore has a non-blocking barrier of the node; a rank begins the barrier as soon as its own
+messages of the region have arrived.
 
 [Note: nobody waits for a rank that waits] The barrier of a region ends only when every rank of the node has begun it.
 So a rank must begin the barriers of all regions before it blocks in any other call. :meth:`ParameterAllGather.wait`
@@ -57,9 +57,10 @@ from mpizero.types import Array, ParameterSpec
 
 @dataclass(frozen=True)
 class Shard:
-    """Describe the shard that data rank ``rank`` of ``parts`` owns: one range of each unit's parameters.
+    """Describe the shard that one rank of a data group owns: one range of each unit's parameters.
 
-    The rank also owns the gradients of these parameters. All offsets and sizes are in elements.
+    The rank has number ``rank`` in the data group, which has ``parts`` ranks. It also owns the gradients of these
+    parameters. All offsets and sizes are in elements.
     """
 
     layout: FlatLayout
@@ -277,7 +278,7 @@ STATE_ADVICE = (
     'shard more (the strategy "zero3" keeps 1/ranks of parameters, gradients and optimizer state), use more ranks or '
     "nodes, or split the model (mz.Mesh(pipeline=...)); `mpizero plan` tells what a layout needs"
 )
-#: What memory is needed for where layers compute, and the advice.
+#: What errors say that the memory was for if layers find none, and the advice that follows.
 COMPUTING = (
     "computing a micro-batch",
     "choose a smaller micro_batch, more micro-batches (accumulate), checkpointed blocks, or, for fields, more ranks "
@@ -624,7 +625,7 @@ class ParameterStore:
     [Note: groups of nodes] With ``shard_nodes`` a unit is gathered inside a group of nodes (``grid.shard_group``), so
     each group keeps all parameters. A rank still owns and updates its part of a division over all ranks. In each other
     group one rank corresponds to it (``grid.replicas``). A rank keeps copies of the shards of these ranks, which send
-    it new values after each update. When a unit is gathered, it sends its own shard and these copies.
+    it new values after each update. When a unit is gathered, each rank sends its own shard and these copies.
 
     [Note: newer values on a GPU] If a rank is alone in its data group and trains on a GPU, the GPU may have newer
     parameters than this store. These values are copied to the host when :attr:`values`, :meth:`owned` or
@@ -827,8 +828,9 @@ class ParameterStore:
     def begin_all_gather(self) -> None:
         """Begin to send the first region while this rank updates the others; :meth:`all_gather` must follow.
 
-        Collective over the data group, but ranks may leave it to :meth:`all_gather`. The rank has updated its
-        parameters of the region, and no rank of its node reads them any more.
+        Collective over the data group, but a rank may omit this call: its :meth:`all_gather` then begins to send the
+        region. At the time of the call the rank must have updated its parameters of the region, and no rank of its node
+        may read them any more.
         """
         self.wait()
         if self._rounded:
@@ -1040,13 +1042,14 @@ REGION = 1 << 16
 class ParameterAllGather:
     """Send the parameters that one update has changed to the copies on all nodes, region by region.
 
-    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins that of the
-    first region which the next forward pass uses; it is collective over the data group.
+    A region is a range of the flat parameter vector that has an all-gather of its own. Construction begins the
+    all-gather of the region that the next forward pass uses first; it is collective over the data group.
 
     [Note: small messages first] The other all-gathers begin together, when the ranks have agreed on the next batch.
     Between two hosts MPI sends messages in the order in which they begin, so the small messages of this agreement wait
-    only for the parameters that the first block needs anyway. A rank that computes nothing begins them as well, before
-    it waits for others. Because ranks do so in their next call that uses parameters, that call must be collective.
+    only for the parameters that the first block needs anyway. A rank that computes nothing begins these all-gathers as
+    well, before it waits for others. A rank begins them in its next call that uses parameters, so that call must be
+    collective.
 
     Parameters
     ----------
@@ -1105,7 +1108,10 @@ class ParameterAllGather:
         return self._arrived == len(self._gatherings)
 
     def test_first(self) -> None:
-        """Let the messages of the first region progress, before this rank may begin barriers. Not collective."""
+        """Let the messages of the first region progress; unlike :meth:`poll`, begin no barrier of the node.
+
+        Not collective. It is for a rank that still updates parameters.
+        """
         keep_testing(self._gatherings[0].test)
 
     def wait_requests(self) -> None:
@@ -1215,7 +1221,10 @@ def fits_shared_memory(
 
 
 def _warn_memory_limit(world: Communicator, needs: Mapping[str, int], left: Mapping[str, int]) -> None:
-    """Print on rank 0 which host may need more shared memory than the job may take, ``left``. Not collective."""
+    """Print on rank 0 which host may need more shared memory than the job may take there. Not collective.
+
+    ``needs`` and ``left`` are the bytes by host that the model may need, and that the job may take.
+    """
     if world.rank == 0 and (host := next((host for host in left if needs[host] > left[host]), "")):
         notice(
             f"the model may need {needs[host]} bytes of shared memory on {host}, where this job may take {left[host]}: "

@@ -337,7 +337,7 @@ class PartitionedModel:
     model : BlockModel or BlackBoxModel
         The whole model.
     context_group : Group or None
-        The ranks over which sequences are cut; None if the model is not split.
+        The ranks over which sequences, or the fields of a domain, are cut; None if the model is not split.
     parallel_layout : ParallelLayout
         Sizes of the axes of parallelism, pipeline schedule and cuts.
     cuts : tuple of tuple of str
@@ -556,7 +556,7 @@ def _refuse_frozen_copies(specs: Specs, chunks: Sequence[int], cuts: Sequence[Se
     """Raise ``ConfigError`` if a frozen layer uses a trained parameter of another stage.
 
     The frozen layer's stage would store a copy of the parameter that is never updated. ``chunks`` holds the stage of
-    every chunk, ``cuts`` the names of its blocks.
+    every chunk, ``cuts`` the names of every chunk's blocks.
     """
     stage_of = {block: chunks[chunk] for chunk, names in enumerate(cuts) for block in names}
     homes = {joined(block, spec.name): (block, spec) for block in specs for spec in specs[block] if spec.tied is None}

@@ -216,8 +216,8 @@ class PipelineRunner(Runner):
     def _send(self, route: Route, micro: int, x: Any, peer: int, value: Any, flight: _Flight) -> None:
         """Send ``value``, which a chunk has computed from the samples ``x``, to stage ``peer``.
 
-        ``route`` says which chunk receives it, and in which pass. If the chunk has failed, a message that says so is
-        sent instead.
+        ``route`` says which chunk receives it, and in which pass. If computing ``value`` has failed, a message that
+        says so is sent instead.
         """
         with self._computing(flight) as working:
             if working:

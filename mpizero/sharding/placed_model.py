@@ -144,7 +144,8 @@ class PlacedModel:
             self._find_part(parallel_layout, private=True)
             self._take_memory()
         self.global_view = GlobalView(blocks_of(model), self.store, self.grid)
-        #: Whether this rank prints notices about the model; of local engines only that of the job's rank 0.
+        #: Whether this rank prints notices about the model; with local SGD, where each rank has an engine of its own
+        #: with one rank, only rank 0 of the mesh.
         self.prints_notices = self.grid.world.rank == 0
         self.scalars = GrainScalars(self.grid, self.layout, tuple(blocks_of(model)), self.integers)
         self.global_sums = (
@@ -193,13 +194,16 @@ class PlacedModel:
 
     @property
     def bits(self) -> str:
-        """Tell which CPUs compute these bits: "every CPU", or "this CPU, because" and what else computes."""
+        """The CPUs on which the bits are the same: "every CPU", or "this CPU, because" and what else computes."""
         optimizer = None if self.updater is None else self.updater.optimizer
         return bits(foreign_arithmetic(self.model, self.config.device, optimizer))
 
     @property
     def exactness_suffix(self) -> str:
-        """A text for the end of a line: what results are equal to, if not one process without tiles on every CPU."""
+        """A text to append to a line of output, which says what results are equal to, and on which CPUs.
+
+        The text is "" if they are equal to those of one process without tiles, on every CPU.
+        """
         text, bits = exactness(self.partitioned.parallel_layout.virtual_ranks, self.within_rounding), self.bits
         return ("" if text == SAME else f", {text}") + ("" if bits == EVERY_CPU else f", the bits of {bits}")
 
@@ -265,7 +269,7 @@ class PlacedModel:
     def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
         """Return a function that makes a ``TieExchange`` for the ranges that this rank owns.
 
-        None if no pipeline stages share a parameter.
+        None if this rank's pipeline stage shares no parameter with another stage.
         """
         if not self.partitioned.has_shared_parameters:
             return None
@@ -316,7 +320,8 @@ class PlacedModel:
         Raises
         ------
         ConfigError
-            If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's.
+            If the setting ``optimizer_device`` asks for the GPU, but the optimizer is not one of the library's or
+            updates whole tensors.
         """
         if self.config.device != "cpu":
             from mpizero.sharding.device_update import DeviceUpdater, StagedUpdater, updates_on_device
@@ -344,9 +349,10 @@ class PlacedModel:
         self.runner = self._make_runner()
 
     def complete_grain_rule(self, x: Any, y: Any) -> None:
-        """Complete the default grain rule of a PyTorch or JAX model, which counts its work on samples like these.
+        """Complete the default grain rule of a PyTorch or JAX model, by the work that the model does on samples.
 
-        Not collective; every rank calls it. Only the shapes and types of the samples are used.
+        Not collective; every rank calls it. The model counts this work from the types of ``x`` and ``y`` and the shapes
+        of their samples; the arrays may be empty.
         """
         if self.grain_rule.coarse and self.grain_rule.efficient is None:
             self.grain_rule = replace(self.grain_rule, efficient=self.model.efficient_samples(x, y))

@@ -179,7 +179,7 @@ def is_tile_record(value: object) -> bool:
 
 
 def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return the number of tiles on each axis with which a checkpoint was trained; None if it is unknown.
+    """Return the number of tiles on each axis in the training that wrote a checkpoint; None if it is unknown.
 
     ``saved`` is the checkpoint's attribute ``mpizero``. In a checkpoint without a record of tiles, the numbers are the
     sizes of its groups.
@@ -189,9 +189,10 @@ def recorded_tiles(saved: Mapping[str, Any]) -> dict[str, int] | None:
 
 
 def warn_tiles(engine: Engine, saved: Mapping[str, Any]) -> None:
-    """Print a notice on rank 0 if the model is not cut into as many tiles, by axis, as the checkpoint's.
+    """Print a notice on rank 0 if the model has other numbers of tiles than the training that wrote the checkpoint.
 
-    Not collective. The axes are tensor and context; a tile is the part of one virtual rank.
+    Not collective. There is one number for each of the axes tensor and context. ``saved`` is the checkpoint's attribute
+    ``mpizero``.
     """
     theirs, layout = recorded_tiles(saved), engine.partitioned.parallel_layout
     if theirs is None or theirs == layout.virtual_ranks or not engine.prints_notices:
@@ -638,7 +639,7 @@ class RowReader:
 
 
 def _take(piece: ArrayPiece, window: Array, where: Span) -> None:
-    """Copy from ``window`` to the array of ``piece`` those elements that it has of this rank's slice.
+    """Copy those elements of ``piece``, a part of this rank's slice, that lie in ``window`` to the piece's own array.
 
     ``window`` holds complete rows of the whole array; ``where`` is the range of elements of these rows in the array.
     """

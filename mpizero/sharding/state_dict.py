@@ -202,7 +202,7 @@ def restore(engine: Engine, reader: ArrayReader, *, strict_layout: bool = False)
     ------
     CheckpointError
         If the checkpoint is damaged, or belongs to another model or optimizer. With ``strict_layout`` also if it was
-        saved with another strategy, or with other numbers of ranks, nodes, pipeline stages, tensor or context ranks.
+        saved with another strategy, or with other numbers of ranks, nodes, stages, or tensor, context or domain ranks.
     """
     with all_ranks(engine.grid.world, "restore"):
         saved = read_attribute(reader)

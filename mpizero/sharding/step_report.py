@@ -76,7 +76,7 @@ class StepReport:
         Learning rate of this step.
     gradient_norm : float or None
         Global norm of the averaged gradient before clipping; None if it was not computed (it is only needed for
-        clipping, with a loss scale and with 16-bit compression).
+        clipping, with a loss scale and with ``gradient_compression="fp16"``).
     skipped : str or None
         Why the update was skipped: which rank found an infinite or NaN value, in which tensor and for which samples.
         None if the update was done.
@@ -116,7 +116,7 @@ class StepReport:
 
     @property
     def backing_off(self) -> bool:
-        """Tell whether the step was skipped only because its loss scale was too large, so that it is lowered now.
+        """Tell whether the step was skipped only because its loss scale was too large; the scale is then lowered.
 
         An excessive scale is assumed if every loss and weight was finite and only gradients overflowed, because the
         scale multiplies gradients only.
@@ -242,9 +242,9 @@ def _number(report: StepReport) -> int:
     return report.non_finite[0].step
 
 
-#: How much less than the time now another ``micro_batch`` must take for a line about it.
+#: A notice advises another ``micro_batch`` only if a step takes less than this fraction of the present time with it.
 _WORTH = 0.9
-#: Steps after which no advice comes any more.
+#: Number of steps after which no such notice is printed any more.
 _MOST_STEPS = 20
 
 

@@ -2,9 +2,9 @@
 
 An :class:`Updater` takes the reduced gradient, or sums it in the same pass over memory, and calls the optimizer's
 kernels for contiguous ranges of elements (:class:`UpdateScope` says which ranges). A norm or a dot product needs all
-elements of a parameter. :class:`TensorTree` computes such sums over the data group, and :class:`GlobalSums` over the
-ranks that hold other stages and tensor slices, both in the order of a binary tree over the elements, which no layout
-changes.
+elements of a parameter. :class:`TensorTree` computes such sums over the data group, in the order of a binary tree over
+the elements of a tile. :class:`GlobalSums` adds them over the ranks that hold other stages and tensor slices, in the
+order of a binary tree over the tiles. No layout changes these orders.
 """
 
 from __future__ import annotations
@@ -156,7 +156,10 @@ class Updater:
         return self.state
 
     def take_state(self, host: Mapping[str, Array]) -> None:
-        """Set the optimizer state from arrays of :meth:`host_state` that the caller has filled. Not collective."""
+        """Set the optimizer state from arrays of :meth:`host_state` that the caller has filled. Not collective.
+
+        In this class nothing is left to do, because these arrays are the state itself.
+        """
 
     def reset(self) -> None:
         """Set the optimizer state and the step count to zero, as before the first step. Not collective."""
@@ -231,11 +234,13 @@ class Updater:
         self._made()
 
     def _in_order(self, runs: Iterable[UpdateRun]) -> Iterator[UpdateRun]:
-        """Yield runs in the order of the parameters, and begin to send those that the next forward pass needs first.
+        """Yield ``runs``, in the order of the parameters, and begin to send updated parameters between them.
 
-        They are sent when this rank has updated them, and progress between the updates of others. All averaged and tied
-        parameters must have been updated before. Nothing is sent here with DDP, whose ranks update all shards of their
-        inter-node group, while an update may be recorded, and with a user's optimizer, which may raise.
+        The region of parameters that the next forward pass needs first is sent as soon as the caller has updated this
+        rank's part of it; its messages progress between the updates of the other runs. All averaged and tied parameters
+        must have been updated before. Nothing is sent here with DDP, whose ranks update all shards of their inter-node
+        group, nor where a rank updates so few elements that its updates may be recorded, nor with a user's optimizer,
+        which may raise.
         """
         able = len(self.shards) == 1 and self.size > _MOST_RECORDED and _computes_by_kernels(self.optimizer)
         first = self.store.first_region if able and type(self._parameters()) is np.ndarray else None
@@ -270,7 +275,11 @@ class Updater:
         operands: tuple[Any, ...],
         scalars: tuple[Array, ...],
     ) -> None:
-        """Call ``apply(scalars)``, which updates parameters and state in place, or repeat a recording of that."""
+        """Call ``apply(scalars)``, which updates parameters and state in place, or repeat a recording of that.
+
+        ``calls`` keeps the recordings. ``operands`` are values other than parameters and state on which the calls of
+        kernels depend: a recording is repeated only for equal ones.
+        """
         self._last, values = calls, self._parameters()
         if not self._records or type(values) is not np.ndarray:
             apply(scalars)
@@ -372,9 +381,10 @@ class Updater:
         return self.over_ranks(self.trees.sums((values,), starts))
 
     def over_ranks(self, sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """Return, for every optimized parameter of the model, the sum of its tiles' values, from this rank's values.
+        """Return, for every optimized parameter of the model, the sum of the values of its tiles.
 
-        Collective over the ranks of a replica.
+        Collective over the ranks of a replica. ``sums`` has, for each parameter of this rank, by name, a value for each
+        tile that the rank holds.
         """
         if self._global_sums is not None:
             return self._global_sums.merge(sums)
@@ -444,7 +454,10 @@ class Updater:
             self._follow(self.store.values[piece.store : piece.store + piece.size], piece.state)
 
     def _follow(self, w: Array, state: int) -> None:
-        """Update the moving average, if any, of parameters ``w``; it begins at index ``state`` of its array."""
+        """Update the moving average of the parameters ``w``, if averages are kept.
+
+        ``state`` is the index of the average of the first element of ``w`` in the array of averages.
+        """
         if EMA in self.state:
             self.optimizer.follow(w, self.state[EMA][state : state + w.size])
 
@@ -459,7 +472,7 @@ class Updater:
         return tuple(slot for slot in (EMA, MASTER_WEIGHTS) if slot in self.state)
 
     def begin_copies(self, state: Mapping[str, Array]) -> None:
-        """Set the copies in ``state`` (from :meth:`host_state`) to this rank's parameters on the host."""
+        """Set the :attr:`copies` of parameters in ``state`` (from :meth:`host_state`) to the parameters on the host."""
         for piece in self.pieces:
             values = self.store.values[piece.store : piece.store + piece.size]
             for slot in self.copies:
@@ -544,8 +557,8 @@ class TensorTree:
     layout : FlatLayout
         The layout of the parameters.
     pieces : sequence of UpdatePiece
-        The ranges of parameters that this rank updates. Only the pieces in this rank's own shard are summed by it;
-        attribute ``pieces`` holds them.
+        The ranges of parameters that this rank updates. The rank sums only those in its own shard, which the attribute
+        ``pieces`` holds.
     """
 
     def __init__(self, grid: ProcessGrid, layout: FlatLayout, pieces: Sequence[UpdatePiece]) -> None:
@@ -560,7 +573,7 @@ class TensorTree:
 
     @cached_property
     def _all_sums(self) -> tuple[list[int], dict[str, tuple[Program, ...]]]:
-        """The number of sums of each rank, and the order in which all ranks' sums are added to one for each tile.
+        """The number of sums of each rank, and the order in which the sums of all ranks are added up for each tile.
 
         Computed when first needed, because the time for it grows with the number of ranks, and many trainings need no
         norm.
@@ -628,7 +641,11 @@ def _tree_sums(arrays: tuple[Array, ...], starts: Array, stops: Array, out: Arra
 
 
 def _trees(shard: Shard, tiles: Mapping[str, Sequence[PartRows]]) -> Iterator[tuple[str, int, tuple[TreeNode, ...]]]:
-    """Yield, for each sum that a rank computes and sends: the parameter, the tile's index, and the sum's subtrees."""
+    """Yield the sums that the rank of ``shard`` computes and sends: for each tile, the subtrees that it sums.
+
+    Each item is a parameter's name, the index of one of its tiles, and the largest subtrees of the tree over the tile's
+    elements that lie in the shard. ``tiles`` holds the tiles of each parameter, by name.
+    """
     for entry, part, _ in shard.pieces():
         for tile, rows in enumerate(tiles.get(entry.spec.name, ())):
             inside = elements_within(rows, part.start - entry.offset, part.stop - entry.offset)
@@ -644,8 +661,8 @@ DEVICE_BLOCK = 1 << 24
 class _Block(NamedTuple):
     """Describe elements of a tile that are copied together, and the ranges of the copy that are summed.
 
-    ``start`` is the first element, as an index into the tile. ``starts`` and ``stops`` are the ends of the ranges,
-    relative to ``start``; ``size`` is the number of elements.
+    ``start`` is the first element, as an index into the tile, and ``size`` the number of elements. ``starts`` and
+    ``stops`` are where the ranges begin and end, relative to ``start``.
     """
 
     start: int
@@ -710,7 +727,7 @@ class GlobalSums:
     """Add values of each parameter over the ranks of a replica, counting each element of the model once.
 
     The values of a split parameter, one for each of its tiles, are added in the order of the binary tree over the
-    tile's number. So the sum does not depend on how many ranks hold the tiles.
+    numbers of the tiles. So the sum does not depend on how many ranks hold the tiles.
 
     Construction and :meth:`merge` are collective over the model group, the ranks of a replica.
 

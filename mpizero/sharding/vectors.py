@@ -114,7 +114,7 @@ def check_vector_method(optimizer: Any, config: Config, model: Any, *, scaled: b
             )
 
 
-#: Elements of which temporary arrays are made at a time.
+#: Number of elements for which temporary arrays are made at a time.
 _BLOCK = 1 << 15
 
 
@@ -259,7 +259,10 @@ class ShardedVectors:
         return bool(self._over_world(float(changed), "max"))
 
     def largest_projected(self, gradient: str) -> float:
-        """Return the largest magnitude of ``point - P(point - gradient)``, where P clips to bounds. Collective."""
+        """Return the largest magnitude of ``point - P(point - gradient)``, where P clips to bounds. Collective.
+
+        ``point`` is the vector :data:`POINT`, the last iterate.
+        """
         limited = {piece.state for piece, _, _ in self._limited}
         parts = [self._of(gradient, piece) for piece in self._updater.pieces if piece.state not in limited]
         for piece, lower, upper in self._limited:
@@ -271,21 +274,25 @@ class ShardedVectors:
     def drop_fixed(self, gradient: str, reach: float, target: str) -> None:
         """Set to 0 the elements of vector ``target`` where ``point - reach * gradient`` is at or beyond a bound.
 
-        Not collective.
+        Not collective. ``point`` is the vector :data:`POINT`, the last iterate. Only a bound towards which minus the
+        gradient points counts.
         """
         for piece, _, fixed in self._fixed(gradient, reach):
             self._of(target, piece)[fixed] = 0
 
     def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
-        """Write ``bound - point`` to those elements that :meth:`drop_fixed` would set to 0. Not collective."""
+        """Write ``bound - point`` to those elements of ``direction`` that :meth:`drop_fixed` would set to 0.
+
+        Not collective. ``point`` is the vector :data:`POINT`, the last iterate.
+        """
         for piece, limit, fixed in self._fixed(gradient, reach):
             distance = limit - self._of(POINT, piece)
             self._of(direction, piece)[fixed] = distance[fixed]
 
     def _fixed(self, gradient: str, reach: float) -> Iterator[tuple[UpdatePiece, Any, Array]]:
-        """Yield each piece (range of parameters), one of its bounds, and a mask of the elements at it.
+        """Yield each piece (range of parameters) with bounds, once for each bound, with the bound and a mask.
 
-        Not collective.
+        Not collective. The mask tells which elements :meth:`drop_fixed` sets to 0 because of this bound.
         """
         for piece, lower, upper in self._limited:
             slope = self._of(gradient, piece)

@@ -4,13 +4,13 @@
 tensor and which elements ranks exchange, and :class:`TensorExchange` sends these elements. :class:`TieExchange` adds up
 the gradients of parameters that several pipeline stages use, such as a token table (embedding and head).
 
-[Note: whole tensors] Matrix optimizers need a whole tensor at a time: Muon makes its momentum orthogonal, SOAP needs
-eigenvectors of it. The shard rule cuts tensors anywhere. So whole tensors are assigned to data ranks by their costs, in
-the same way on every layout with the same number of data ranks. The ranks that hold elements of a tensor's reduced
-gradient send them to its owner. The owner, which alone keeps the tensor's state, updates the whole tensor and sends the
-new values to all ranks that hold elements of the parameter. The receiving ranks write the values, which are then
-all-gathered like any update. An owner computes with arrays of the tensor's own shape, so no bit depends on the number
-of ranks or on how shards are cut.
+[Note: whole tensors] Matrix optimizers need a whole tensor at a time: Muon makes its momentum orthogonal, SOAP computes
+eigenvectors from its gradients. The shard rule cuts tensors anywhere. So whole tensors are assigned to data ranks by
+their costs, in the same way on every layout with the same number of data ranks. The ranks that hold elements of a
+tensor's reduced gradient send them to its owner. The owner, which alone keeps the tensor's state, updates the whole
+tensor and sends the new values to all ranks that hold elements of the parameter. The receiving ranks write the values,
+which are then all-gathered like any update. An owner computes with arrays of the tensor's own shape, so no bit depends
+on the number of ranks or on how shards are cut.
 
 [Note: cut ties] Every stage that uses a tied parameter stores a copy of it. Different data ranks may own the same range
 of the parameter on different stages, because the stages have different units. First each stage sums the gradients of
@@ -226,7 +226,11 @@ class TensorPlan:
         return by_rank
 
     def _source(self, owner: int, shard: int) -> int:
-        """Return the rank that sends a shard's elements to ``owner``: the owner, one on its node, or rank ``shard``."""
+        """Return the data rank that sends the elements of shard number ``shard`` to ``owner``.
+
+        It is the owner itself if it holds them; else a rank on the owner's node, if one holds them; else rank
+        ``shard``.
+        """
         node = next(ranks for ranks in self.nodes if owner in ranks)
         return owner if owner in self._holders[shard] else next((r for r in node if r in self._holders[shard]), shard)
 
@@ -251,7 +255,13 @@ class TensorPlan:
 
 
 def tensor_cost(optimizer: Any, shape: tuple[int, ...]) -> int:
-    """Return the number of floating-point operations that an optimizer states for a tensor's update, checked."""
+    """Return the number of floating-point operations that an optimizer states for a tensor's update. Not collective.
+
+    Raises
+    ------
+    ConfigError
+        If what the optimizer states is not a whole number >= 0.
+    """
     return require(f"{optimizer_name(optimizer)}.cost({shape})", optimizer.cost(shape), whole())
 
 
@@ -296,7 +306,7 @@ class TensorExchange:
         self._pieces = {piece.span: piece for piece in pieces if piece.entry.spec.name in plan.names}
 
     def begin_gather(self, values: Array, offset_of: OffsetOf, tag: int) -> tuple[dict[int, Array], list[Request]]:
-        """Begin to gather tensors of which every rank holds pieces in ``values``, at the offsets ``offset_of``.
+        """Begin to gather tensors of which every rank holds pieces in ``values``; ``offset_of`` returns their offsets.
 
         Return new flat arrays for the tensors that this rank owns, by number, complete when the requests have ended.
         """
@@ -325,7 +335,7 @@ class TensorExchange:
         return lambda move: _range(values, offset_of(self._pieces[move.span]), move)
 
     def _exchange(self, moves: Sequence[Move], tag: int, source: _View, target: _View) -> list[Request]:
-        """Begin to send elements from views ``source`` to views ``target`` on other ranks; copy those that stay here.
+        """Begin the messages of ``moves`` from views ``source`` to views ``target``; copy what stays on this rank.
 
         Messages between two ranks arrive in the order of the moves, which both ranks know.
         """
@@ -354,7 +364,7 @@ class TieExchange:
     partitioned : PartitionedModel
         This rank's part of the model.
     layouts : mapping of int to FlatLayout
-        The layout of every stage, by the stage's number.
+        The layout of each stage that shares a parameter with another stage, by the stage's number.
     pieces : sequence of UpdatePiece
         The ranges of parameters in this rank's own shard.
     """
@@ -491,6 +501,9 @@ class _Tie(NamedTuple):
 
 
 def home_trainable(name: str, layouts: Mapping[int, FlatLayout]) -> bool:
-    """Tell whether any stage trains the parameter ``name``; ``layouts`` are those of all stages. Not collective."""
+    """Tell whether any stage trains the parameter ``name``, which several stages share. Not collective.
+
+    ``layouts`` are those of all stages that share parameters.
+    """
     specs = (e.spec for layout in layouts.values() for e in layout.parameters)
     return any(spec.trainable for spec in specs if home_of(spec) == name)
