@@ -281,6 +281,6 @@ def _launched_world() -> Communicator:
 
 
 def _threads() -> int:
-    """Return the number of threads of a rank from OMP_NUM_THREADS; 1 if it is not set."""
+    """Return the number of threads of a rank from OMP_NUM_THREADS, at most 1024; 1 if that is no number above 0."""
     value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return min(int(value), 1024) if value.isdecimal() and int(value) > 0 else 1

@@ -230,7 +230,7 @@ class LayoutTable:
     Attributes
     ----------
     memory : str
-        "shared" or "private".
+        "shared" if the ranks of a node share memory, else "private".
     strategy, layout : str
         The strategy's name, as in the configuration; a description of the parallel layout.
     parameters : int

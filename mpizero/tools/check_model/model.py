@@ -431,8 +431,8 @@ class CheckedBlocks:
         """Run forward and backward, and return loss, weight, and gradients by name.
 
         A tied parameter has one gradient for each use, a frozen one none. The memory for gradients is first filled with
-        ``fill``. With ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is
-        multiplied by 2 before, and the gradients are divided by 2 after (not the new values of averaged parameters).
+        ``fill``. With ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``, on the
+        gradient of twice the loss; the resulting gradients (not the new values of averaged parameters) are halved.
         Copies of the blocks' outputs are added to ``outputs``.
         """
         self.evaluations += 1
@@ -494,9 +494,9 @@ def raising_line(error: BaseException) -> str:
 
 
 def origin_of(model: Any, member: str) -> str:
-    """Describe where a model is defined: for a function model, by file and line of its function ``member``.
+    """Describe where a model is defined: for a function model, by file and line of its function named ``member``.
 
-    For other models, return the name of the class.
+    For other models, and if there is no such function, return the name of the class.
     """
     function = getattr(model, member, None) if isinstance(model, BlackBoxModel) else None
     return type(model).__name__ if function is None else named(function, member)

@@ -99,7 +99,7 @@ class RankTraffic:
 
     @cached_property
     def updated_in_tensors(self) -> int:
-        """Number of elements that this rank updates as parts of whole tensors."""
+        """Number of elements counted in :attr:`updated` that belong to tensors which one rank updates as a whole."""
         rank = self.grid.data.rank
         return sum(move.span.size for move in self.tensors.returns[rank] if move.target == rank)
 

@@ -269,7 +269,7 @@ MOST_POINTS, GROUPS = 1000, 500
 MOST_MARKERS = 200
 #: An axis is logarithmic if the ratio of the 99th to the first percentile of its values exceeds this number.
 _WIDE = 50.0
-#: Steps are on a logarithmic axis if the last steps of the longest and the shortest curve exceed this ratio.
+#: Steps are on a logarithmic axis if the last step of the longest curve exceeds that of the shortest by this factor.
 _UNEVEN = 10.0
 #: A logarithmic axis leaves out the fraction _OUTER of the least values if the least is _FAR times below the others.
 _OUTER, _FAR = 0.005, 10.0

@@ -95,7 +95,7 @@ def bytes_column(values: Sequence[float]) -> tuple[str, list[str]]:
 
 
 def _formatted(values: Sequence[float], scale: float) -> list[str]:
-    """Format numbers so that the largest has four digits or more; a value too small for the last digit gets "< "."""
+    """Format numbers so that the largest has four digits or more; smaller ones than the last digit become "< 0.001"."""
     largest = max(values, default=0.0) / scale
     digits = min(4, max(0, 3 - math.floor(math.log10(largest)))) if largest > 0 else 0
     least = 10.0**-digits
@@ -262,9 +262,9 @@ def _cells(sizes: Sequence[int | None]) -> tuple[str, list[str]]:
     return unit, ["-" if size is None else text for size, text in zip(sizes, texts, strict=True)]
 
 
-#: How records begin that say that results are exact.
+#: Beginning of a record that says that results are exact.
 _BITS = "the bits of one process"
-#: Resumes that are described one by one.
+#: The most resumes that are described one by one.
 _MOST_RESUMES = 24
 #: Names of facts about the environment: in the records, and on the page.
 _FACTS = {

@@ -1,11 +1,11 @@
 """Run a training on several parallel layouts, as threads or on ranks of a communicator, and compare with one process.
 
-:class:`Vectors` compares a quantity of the whole model, such as the gradient, and locates the first element that
-differs, without communication. :class:`ObservedTraining` runs one training, and returns what each step computes.
-:class:`TrainingPair` compares a layout with one process step by step, and explains the first difference.
-:func:`compare_layouts` compares every layout. First it trains in one process, and keeps the numbers and hashes of this
-training in a :class:`ReferenceTrace`. A :class:`LayoutComparison` compares a layout with this trace, and makes a
-:class:`TrainingPair` only to explain a difference, or if the layout rounds differently than one process.
+:class:`Vectors` compares a quantity of the whole model, such as the gradient, and :func:`difference` describes the
+first element that differs; both without communication. :class:`ObservedTraining` runs one training, and returns what
+each step computes. :class:`TrainingPair` compares a layout with one process step by step, and explains the first
+difference. :func:`compare_layouts` compares every layout. First it trains in one process, and keeps the numbers and
+hashes of this training in a :class:`ReferenceTrace`. A :class:`LayoutComparison` compares a layout with this trace, and
+makes a :class:`TrainingPair` only to explain a difference, or if the layout rounds differently than one process.
 
 [Note: following] Some layouts with tensor or context groups, such as groups of 3 ranks, add in an order that one
 process cannot reproduce, and an optimizer such as Adam amplifies the rounding differences from step to step. For these
@@ -579,7 +579,7 @@ class TrainingPair:
         return None
 
     def _slot(self, slot: str, actual: Array, expected: Array, bound: float | None) -> Vectors:
-        """Return what is compared of an optimizer array: by parameter, if it has an element for each of theirs."""
+        """Return the values of an optimizer array, divided by parameter, or by own tensors if these have other sizes."""
         has_entries = slot not in self.training.updater.optimizer.slots
         return Vectors(
             slot_name(slot), actual, expected, bound, slot_entries(self.training.engine, slot) if has_entries else None
