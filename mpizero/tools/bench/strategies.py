@@ -61,7 +61,7 @@ class CacheMeter:
         return counted
 
     def drop(self, arrays: Iterable[Array]) -> None:
-        """Stop counting ``arrays``, which a call of :meth:`keep` returned; those that another call keeps still count."""
+        """Stop counting ``arrays``, which :meth:`keep` has returned; those that another call of it keeps still count."""
         for array in arrays:
             uses, size = self._buffers.pop(id(array))
             if uses > 1:

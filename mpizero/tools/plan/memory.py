@@ -827,7 +827,7 @@ def _local(
 
 
 class _BorderArray(NamedTuple):
-    """Describe an array that blocks pass on: its first border ([Note: borders] below), its position there, its bytes."""
+    """Describe an array that blocks pass on: its first border ([Note: borders]), its position there, its bytes."""
 
     border: int
     position: int
@@ -889,7 +889,7 @@ class ChunkActivations:
         return tuple(_bytes_of(saved, number) for number in range(len(self._arrays)))
 
     def _saved_by(self, number: int, trial: BlockTrial) -> set[_BorderArray]:
-        """Return the arrays of the borders before and after block ``number`` that the block's cache kept in ``trial``."""
+        """Return those arrays of the borders before and after block ``number`` that its cache kept in ``trial``."""
         sides = zip(self._arrays[number : number + 2], (trial.saved.input, trial.saved.output), strict=True)
         return {array for arrays, saved in sides for array, keeps in zip(arrays, saved, strict=True) if keeps}
 

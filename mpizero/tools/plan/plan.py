@@ -405,7 +405,7 @@ class TrainingPlan:
     message : callable
         Function that returns the seconds that a message of the given number of bytes takes from one stage to the next.
     tries : bool
-        Whether blocks run. If not, only :meth:`allocated` and :attr:`simulation` can be used, and return at once.
+        Whether blocks run. If not, only :meth:`allocated` and :attr:`simulation` can be used; they take little time.
 
     Raises
     ------
@@ -520,7 +520,7 @@ class TrainingPlan:
         return self._traffic[rank]
 
     def _training_on(self, grid: PlannedGrid) -> PlannedTraining:
-        """Return :attr:`training`; with a domain, with the bytes of the boxes of fields that the rank of ``grid`` holds."""
+        """Return :attr:`training`; with a domain, with the bytes of the boxes of fields of the rank of ``grid``."""
         if not (domain := self.parallel_layout.domain):
             return self.training
         tree = SampleTree.of(**dict(zip("xy", Slab(Cut(domain), grid.context.rank).of((self.x, self.y)), strict=True)))

@@ -100,7 +100,7 @@ class Layout:
 
     @property
     def alone(self) -> Layout:
-        """The layout of the one process to compare with; it has this layout's tiles, if one process can compute them."""
+        """The layout of the one process to compare with; it has this layout's tiles if one process can have them."""
         tiles = self.parallel.tiles
         if tiles is None:
             sizes = {axis: getattr(self.parallel, axis) for axis in TILED_AXES}
