@@ -61,7 +61,7 @@ class CacheMeter:
         return counted
 
     def drop(self, arrays: Iterable[Array]) -> None:
-        """Stop counting ``arrays``, which :meth:`keep` has returned; those that another call of it keeps still count."""
+        """Stop counting ``arrays``, which :meth:`keep` has returned, except for those that another call of it keeps."""
         for array in arrays:
             uses, size = self._buffers.pop(id(array))
             if uses > 1:

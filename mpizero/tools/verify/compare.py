@@ -579,7 +579,7 @@ class TrainingPair:
         return None
 
     def _slot(self, slot: str, actual: Array, expected: Array, bound: float | None) -> Vectors:
-        """Return the values of an optimizer array, cut into parameters, or into its own tensors if it has other sizes."""
+        """Return the values of an optimizer array, by parameter, or by tensors of its own if it has other sizes."""
         has_entries = slot not in self.training.updater.optimizer.slots
         return Vectors(
             slot_name(slot), actual, expected, bound, slot_entries(self.training.engine, slot) if has_entries else None
