@@ -70,8 +70,8 @@ class Part:
     axis : int
         The axis that is split.
     ranges : tuple of (int, int)
-        Half-open ranges of indices along that axis, ascending and disjoint. The local array is the concatenation of the
-        ranges.
+        Half-open ranges of indices along that axis, ascending and disjoint. The array that the rank holds is the
+        concatenation of these ranges.
     tiles : tuple of tuples of (int, int)
         For each tile that the rank holds, in ascending order, the tile's ranges of indices along the whole axis; () if
         the rank holds one tile, which ``ranges`` describes. Every index in ``ranges`` is in one tile. Every rank of the
@@ -105,7 +105,7 @@ class ParameterSpec:
     tied : str or None
         Global name of the earlier parameter whose storage this one shares. Each use has its own gradient.
     part : Part or None
-        The slice of the whole parameter that the local array holds; None if it holds the whole parameter.
+        The slice of the whole parameter that the array holds; None if the array is the whole parameter.
     guest : str or None
         Global name of the parameter of another pipeline stage to which this one is tied; None for all other parameters.
         The array is then a copy of that parameter, with the same values at every step; it is not saved in checkpoints

@@ -62,7 +62,8 @@ def train(
     comm : Communicator
         The ranks that train; the communicator is not closed.
     resume : bool
-        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
+        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore` in
+        ``train/run_folder.py``.
     resume_from : int, optional
         Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
     overridden : sequence of str

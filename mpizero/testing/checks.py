@@ -3,10 +3,9 @@
 :func:`taylor_test` tests gradients by their Taylor remainder, and :func:`adjoint_test` communication by its adjoint.
 :func:`parallel_assert` fails on all ranks together, so that no rank is left waiting for one that failed.
 :func:`assert_same_as_serial` checks that a function returns the same bits on any number of ranks, and that training a
-model or layer that is split into tiles (virtual ranks, see docs/concepts.md) gives the bits of one process on groups
-of several sizes (:class:`SplitTraining`). Before groups train, it compares forward and backward passes of each block
-that is split into tiles with those of the whole block in one process (:class:`SplitPasses`), so that an error names
-the layer.
+model or layer that is split into tiles (see docs/concepts.md) gives the bits of one process on groups of several sizes
+(:class:`SplitTraining`). Before groups train, it compares forward and backward passes of each block that is split into
+tiles with those of the whole block in one process (:class:`SplitPasses`), so that an error names the layer.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def taylor_test(
     Parameters
     ----------
     f : callable
-        Function of an argument of the form of ``x`` that returns a number. It must be smooth near ``x``.
+        Function that takes an argument of the form of ``x`` and returns a number. It must be smooth near ``x``.
     gradient : array, mapping or callable
         Gradient at ``x``, or a function that is called with ``x`` and returns the gradient there.
     x : array or mapping of arrays
@@ -253,12 +252,12 @@ def assert_same_as_serial(
     nested mappings, lists and tuples of these. Arrays are compared by dtype, shape and bytes, so NaN equals itself and
     0.0 differs from -0.0.
 
-    *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first one process computes
-    all tiles of each block. The joined results are compared with those of the whole block, within rounding. Results
-    that every tile must have in full, such as outputs of a row-parallel layer, are compared between tiles, bit by bit.
-    Then the model is trained in one process that computes all tiles, and by the group ``comm``, or if ``comm`` is None
-    by threads in groups of ``tiles`` ranks, half as many, and so on: after each step loss, gradients and parameters
-    must be equal bit by bit.
+    *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first the model is trained
+    in one process that computes all tiles. With the resulting parameters, this process runs all tiles of each block.
+    Their joined results are compared with those of the whole block, within rounding. Results that every tile must have
+    in full, such as outputs of a row-parallel layer, are compared between tiles, bit by bit. Then the same training
+    runs in the group ``comm``, or if ``comm`` is None in groups of threads of ``tiles`` ranks, half as many, and so on:
+    after each step loss, gradients and parameters must be those of the one process, bit by bit.
 
     Parameters
     ----------
@@ -491,7 +490,7 @@ class SplitPasses:
             check.parameters()
 
     def check_passes(self, named: Mapping[str, Array], batch: Any) -> None:
-        """Check forward and backward of every split block, with the input and output gradient of the whole model there.
+        """Check the passes of every split block, on the input and output gradient that it gets in the whole model.
 
         ``named`` are the parameters of the whole model by name, ``batch`` the inputs and targets of the model.
         """

@@ -45,7 +45,7 @@ class Kind:
     more : int
         Total number of steps in the README's example of resuming a run.
     cut : str
-        Options, with a blank before them, that the README appends to its commands that train on four ranks.
+        Options, with a blank before them, that the README appends to its commands that train on several ranks.
     module, program : str
         Python module and program that the project needs; "" if it needs none.
     """

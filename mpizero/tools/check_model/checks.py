@@ -687,8 +687,8 @@ def check_model(
     - prediction: each sample's prediction does not depend on the other samples;
     - ranks: all ranks compute the same bits.
 
-    A handful of samples is enough. The model is evaluated one to two hundred times, within two seconds if it is small.
-    If a machine has no cached kernels yet, compiling the kernels of a layer, in both precisions, takes some seconds.
+    A handful of samples is enough. The model is evaluated 100 to 200 times, within two seconds if it is small. If a
+    machine has no cached kernels yet, compiling the kernels of a layer, in both precisions, takes some seconds.
 
     Parameters
     ----------

@@ -421,7 +421,7 @@ class RecordingDomain(RecordingGroup):
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Record the call; return zeros in which this rank's part is ``x``, or the extents of all ranks' parts.
 
-        It returns extents if ``tag`` is "extents". Layers send extents in the first step only: these calls are not
+        Extents are returned if ``tag`` is "extents". Layers send extents in the first step only: these calls are not
         recorded. Functions of a domain send them in every call, with a checksum of the call in a further column of
         ``x``: these calls are recorded.
         """

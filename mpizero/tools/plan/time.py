@@ -49,7 +49,7 @@ class MemoryPass:
     Attributes
     ----------
     name : str
-        For example "sum + AdamW".
+        Name of the pass, for example "sum + AdamW".
     reads, writes : int
         Number of arrays that a pass reads, and number that it writes.
     elements, itemsize : int

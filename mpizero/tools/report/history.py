@@ -35,7 +35,7 @@ SILENT, _LONG = 300.0, 10
 
 
 class Skip(NamedTuple):
-    """Hold a skipped step: its message ("" if the run ended before writing one), and its event if there is one."""
+    """Hold a skipped step: its message ("" if the run ended before writing one), and its recorded event, or None."""
 
     step: int
     message: str
@@ -88,7 +88,7 @@ class RunHistory:
 
     @property
     def start(self) -> SessionStart | None:
-        """The description of the training in its last session."""
+        """The record of how the last session was started; None if there is none."""
         return next((session.start for session in reversed(self.sessions) if session.start), None)
 
     @property

@@ -570,7 +570,7 @@ class TrainingPair:
         return self.rounding.same(actual, expected)
 
     def _first(self, pairs: Sequence[Vectors], *, backward: bool = False) -> LocatedDifference | None:
-        """Return the first tensor in which one of ``pairs`` differs, or None; with ``backward``, the last one."""
+        """Return the first tensor that differs in one of ``pairs``, or None; with ``backward``, the last such one."""
         for vectors in pairs:
             entries = self.entries if vectors.entries is None else vectors.entries
             masks = [(entry, mask) for entry in entries if (mask := vectors.mask(entry)).any()]
@@ -749,7 +749,7 @@ def _losses(grains: list[dict[int, float]]) -> dict[int, tuple[float, int]]:
     return {grain: (loss, rank) for rank, known in enumerate(grains) for grain, loss in known.items()}
 
 
-#: A function ``progress(layout, step)`` that is called on rank 0 after every step.
+#: A function ``progress(layout, step)`` that is called on rank 0 at the start (``step`` 0) and after every step.
 Progress = Callable[[str, int], None]
 
 
@@ -808,7 +808,8 @@ def compare_layouts(
         computes it from the dtype and the length of sums: 16 epsilon for every doubling of the length. With ``wire``
         gradients may differ by 2^-7 more for each time that they are rounded.
     progress : callable or None
-        ``progress(layout, step)`` is called on rank 0 after every step.
+        ``progress(layout, step)`` is called on rank 0, with ``step`` 0 if the start values agree, and after each step
+        that agrees.
     **settings
         Settings of :class:`~mpizero.Config`: ``micro_batch``, ``clip``, ...; and ``timeout`` of the mesh.
 
@@ -926,7 +927,8 @@ def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
 def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _silent) -> ReferenceTrace:
     """Train in one process, and return the numbers and hashes that layouts with the same tiles are compared with.
 
-    Not collective. ``alone`` is the layout of the one process. ``tell("one process", step)`` is called after each step.
+    Not collective. ``alone`` is the layout of the one process. ``tell("one process", step)`` is called after each step,
+    and with ``step`` 0 before the first one.
     """
     started = time.monotonic()
     with placed(task, "self", alone) as training:
@@ -956,7 +958,8 @@ def _observed(training: ObservedTraining) -> tuple[float | None, float | None, d
 class LayoutComparison(NamedTuple):
     """Compare one layout with one process: bit by bit, or within a tolerance if ``rounding`` has one.
 
-    ``trace`` is the training in one process. ``tell(layout, step)`` is called on rank 0 after each step that agrees.
+    ``trace`` is the training in one process. ``tell(layout, step)`` is called on rank 0 like ``progress`` of
+    :func:`compare_layouts`.
     """
 
     task: TrainingTask

@@ -95,7 +95,10 @@ class Layout:
         return self if self.parallel.tiles is not None else Layout(replace(self.parallel, tiles=tiles))
 
     def rounds(self, accumulate: int) -> bool:
-        """Tell whether the layout adds in another order than one process can, whatever the model is."""
+        """Tell whether the layout adds in an order that one process cannot reproduce, whatever the model is.
+
+        ``accumulate`` is the number of micro-batches in a grain.
+        """
         return bool(within_rounding(self.parallel.parallel_layout(), None, accumulate=accumulate))
 
     @property
@@ -319,7 +322,7 @@ class Verdict:
     ranks, steps : int
         Number of the layout's ranks, and number of steps that agreed.
     sha256 : str
-        Hash of the parameters after the last step.
+        Hash of the parameters after the last step that was done; a step that differs is the last one.
     seconds : float
         Seconds that the comparison took.
     tolerance : float or None
