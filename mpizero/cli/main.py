@@ -263,7 +263,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _world(comm: Communicator | None) -> Communicator:
-    """Return ``comm``, the argument of :func:`main`, or for None a communicator of all processes of the launcher."""
+    """Return ``comm``, the argument of :func:`main`; for None, a communicator of all processes that were launched."""
     if comm is not None:
         return comm
     try:

@@ -513,7 +513,7 @@ class _Alone(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """Hold inputs, outputs and their gradients of a whole block; ``gradients`` are those of parameters by name."""
+    """Hold input and output of a whole block, their gradients, and ``gradients``, those of its parameters by name."""
 
     x: Any
     y: Any

@@ -67,7 +67,7 @@ _NETWORK = "the network; yours goes here"
 
 
 def _files(kind: str, model: str, *, network: bool = False) -> dict[str, tuple[str, str]]:
-    """Return the files of a project whose model the README describes as ``model``.
+    """Return the files of a project; ``model`` is the text by which the README describes the file model.py.
 
     Projects with a ``network`` share settings, data and test: they classify points on spirals.
     """

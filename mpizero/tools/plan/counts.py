@@ -290,7 +290,7 @@ class GroupCall(NamedTuple):
         return {"arrived": size * part, "total": part}
 
     def half(self, size: int) -> int:
-        """Return the bytes that the call needs in each of the two halves of a group's window. Not collective."""
+        """Return the bytes that the call needs in one half of a window; calls use the two halves alternately."""
         if self.kind == "shift":
             return 0
         elements = self.outer if self.kind == "exchange" else self.unit * (sum(self.sizes) if self.sizes else 1)

@@ -906,7 +906,7 @@ class ChunkActivations:
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:
-        """For each block, the bytes that earlier blocks keep, without the block's input; last, the bytes of all blocks."""
+        """For each block, the bytes that earlier blocks keep, without the block's input; last, those of all blocks."""
         each = (trial.saved.cached + border for trial, border in zip(self.trials, self._saved_borders, strict=False))
         return tuple(accumulate(each, initial=0))
 
