@@ -138,7 +138,7 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_mpi(comm: Communicator, threads: int) -> CheckResult:
-    """Report the MPI library and its thread level, and test a reduction. Collective over ``comm``."""
+    """Compare the ranks' MPI libraries, check the thread level, and test a reduction. Collective over ``comm``."""
     facts = mpi_facts()
     if facts is None:
         advice = "pip install mpich, or a system's MPI; a program that a rank has started has none"
@@ -307,7 +307,7 @@ def check_gpu(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_torch(comm: Communicator, threads: int) -> CheckResult:
-    """Report the installed PyTorch; warn if it is built for CUDA but no node has a GPU. Collective over ``comm``."""
+    """Compare the ranks' PyTorch; warn if it is built for CUDA but no node has a GPU. Collective over ``comm``."""
     every = comm.allgather_object((*machine.torch_build(), machine.gpus()[0]))
     if wrong := difference([version or "none" for version, _, _ in every]):
         return CheckResult("torch", "warn", wrong, "install the same PyTorch on every node: others give other bits")

@@ -502,7 +502,7 @@ class TrainingPlan:
     def allocated(self, rank: int) -> tuple[dict[str, MemoryBytes], dict[str, int]]:
         """Return the memory of one rank by part, on the host and on its GPU, as in :class:`RankPlan`. Not collective.
 
-        If ``tries`` is False, activations, working arrays, messages and group buffers are left out.
+        If ``tries`` is False, activations, messages and group buffers are left out, and the working arrays of blocks.
         """
         traffic = self.traffic(rank)
         holdings = RankMemory(traffic, self._flow(traffic))

@@ -163,7 +163,7 @@ class RankTraffic:
 
     @cached_property
     def _forms(self) -> tuple[tuple[Codec | None, list[list[int]]], ...]:
-        """For each codec (None: uncompressed), the number of gradient elements of each peer and unit that it encodes."""
+        """For each codec (None: uncompressed), the number of gradient elements that it encodes, by peer and unit."""
         codec, every = self.training.codec, [list(self.part.shards.gradients[r]) for r in self.grid.inter_node_ranks]
         if codec is None:
             return ((None, every),)
@@ -229,7 +229,7 @@ class RankTraffic:
         return [gather_cost(totals, peer, training.itemsize, codec, training.bucket) for codec, totals in forms]
 
     def parameter_gathers(self) -> list[ExchangeCost]:
-        """Return the costs of the all-gathers that send updated parameters to peers with copies of them. Not collective."""
+        """Return the costs of the all-gathers that send updated parameters to peers with copies. Not collective."""
         grid = self.grid
         group, ranks = (grid.replicas, grid.replica_ranks) if self.sharded else (grid.inter_node, grid.inter_node_ranks)
         spans = [self.part.shards.shards[rank].spans for rank in ranks]
