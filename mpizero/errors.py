@@ -1,4 +1,4 @@
-"""Define every exception that mpizero raises on purpose, and the exit status of a job that ends with it."""
+"""Define the exceptions that several modules of mpizero raise, and the exit status of a job that each of them ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpizero._util.text import printable, rendered
 
 
 class ExitStatus(IntEnum):
-    """Name the exit statuses of the command line, with the values of ``sysexits.h`` where it has a fitting name.
+    """Name the exit statuses of the command line; the values are those of ``sysexits.h`` for similar errors.
 
     Examples
     --------
@@ -28,7 +28,7 @@ class ExitStatus(IntEnum):
 
 
 class MpizeroError(Exception):
-    """Base class of all errors that mpizero raises on purpose; the command line prints one line, without a traceback.
+    """Base class of mpizero's own errors; the command line prints each on one line, without a traceback.
 
     When such an error ends a job, the printed line also names the line of the user's code that led to the error. With
     ``MPIZERO_TRACEBACK=1`` the whole traceback is printed. The message is safe to print on a terminal: :meth:`__str__`
@@ -51,7 +51,7 @@ class MpizeroError(Exception):
     place: str = ""
 
     def __str__(self) -> str:
-        """Return the message, after :attr:`place` if the error arose in a model, with control characters escaped."""
+        """Return the message with control characters escaped, after :attr:`place` and a comma if that is not empty."""
         return printable(", ".join(filter(None, [self.place, super().__str__()])), keep="\n")
 
     def _render_traceback_(self) -> list[str]:
@@ -100,7 +100,7 @@ class StateError(MpizeroError, RuntimeError):
 
 
 class MemberError(MpizeroError):
-    """Raised on all ranks of an ensemble when all members have ended and some have failed; names the failed ones.
+    """Raised on all ranks of an ensemble when all members have ended and some have failed, which the message names.
 
     Examples
     --------
@@ -210,7 +210,7 @@ class CheckpointError(MpizeroError):
 
 
 class CheckpointDamagedError(CheckpointError):
-    """Raised for a checkpoint whose checksums or sizes are not the ones that were written.
+    """Raised for a checkpoint whose content no longer has the checksums or sizes that were stored with it.
 
     Only this error means that the checkpoint is useless. After any other error the files may still be intact.
 
@@ -300,7 +300,8 @@ class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
     Attributes
     ----------
     details : tuple of str
-        Further lines of the report: the collectives that ranks called before and after the first difference.
+        Lines that are printed below the message: the collectives that ranks called before and after the first
+        difference.
 
     Examples
     --------
@@ -316,9 +317,10 @@ class CollectiveMismatch(CollectiveError):  # noqa: N818 - says what is wrong
 
 
 class RemoteError(MpizeroError):
-    """Raised on a rank because another rank has failed in an operation that all ranks must complete (``all_ranks``).
+    """Raised on a rank because another rank has failed in an operation that all ranks must complete.
 
-    The message contains the error of that other rank.
+    The operation is a ``with`` block of ``all_ranks`` (``comm/agreement.py``). The message contains the error of that
+    other rank.
 
     Examples
     --------
@@ -410,7 +412,7 @@ class IntegrityError(MpizeroError):
 
 
 class ModelCheckError(MpizeroError, AssertionError):
-    """Raised for a model that breaks a rule on which training relies; the message names every rule that it breaks.
+    """Raised for a model that does not compute what training relies on; the message names everything that is wrong.
 
     Attributes
     ----------

@@ -16,7 +16,8 @@ from numpy.typing import DTypeLike, NDArray
 Array = NDArray[Any]
 #: Nested dictionaries of arrays: ``params["attention"]["qkv"]["weight"]``.
 Params = Mapping[str, Any]
-#: Slices of positions, two for each range: in an array of these positions alone, and in the whole sequences.
+#: For each range of positions two slices: its indices in an array of only the positions of all ranges, and its
+#: indices in the whole sequences.
 Pieces = list[tuple[slice, slice]]
 #: ``schedule(step)`` gives the learning rate of optimizer step ``step`` (0 is the first).
 LearningRate = float | Callable[[int], float]
@@ -42,9 +43,9 @@ class Init:
 
     ``kind`` is "zeros", "ones", "normal" (``scale`` = standard deviation) or "uniform" (on [-scale, scale)). Each
     random value is a function of the seed, the name of the parameter and the index of the element. For a complex
-    parameter, "ones" is 1 + 0i, "uniform" draws real and imaginary part on [-scale, scale), and those of "normal" have
-    standard deviation ``scale`` divided by the square root of 2, so that the complex number has standard deviation
-    ``scale``.
+    parameter, "ones" is 1 + 0i, "uniform" draws real and imaginary part on [-scale, scale), and "normal" draws both
+    parts with standard deviation ``scale`` divided by the square root of 2, so that the complex number has standard
+    deviation ``scale``.
     """
 
     kind: str = "zeros"
@@ -59,7 +60,8 @@ Ranges = tuple[tuple[int, int], ...]
 class Part:
     """Describe the slice of a parameter that one rank of a tensor group holds.
 
-    The parameter may be cut into more tiles than there are ranks: a tile is the slice of one virtual rank.
+    The parameter may be cut into more tiles than the group has ranks: a tile is the slice that a rank would hold if
+    there were one rank for each tile.
 
     Attributes
     ----------
@@ -68,13 +70,13 @@ class Part:
     axis : int
         The axis that is split.
     ranges : tuple of (int, int)
-        Half-open ranges of indices along that axis, ascending and disjoint. The local array is the concatenation of the
-        ranges.
+        Half-open ranges of indices along that axis, ascending and disjoint. The array that the rank holds is the
+        concatenation of these ranges.
     tiles : tuple of tuples of (int, int)
         For each tile that the rank holds, in ascending order, the tile's ranges of indices along the whole axis; () if
         the rank holds one tile, which ``ranges`` describes. Every index in ``ranges`` is in one tile. Every rank of the
-        group holds the same count n of tiles: rank r has the tiles from r * n on. The parameter's norm adds squares
-        tile by tile, so its bits depend on the count of tiles, and not on the number of ranks.
+        group holds the same number n of tiles: rank r has the n tiles from r * n on. The parameter's norm adds squares
+        tile by tile, so its bits depend on the number of tiles, and not on the number of ranks.
     """
 
     shape: tuple[int, ...]
@@ -92,7 +94,8 @@ class ParameterSpec:
     name : str
         Dotted name. :meth:`Layer.specs` gives it relative to the block; elsewhere it begins with the name of the block.
     shape : tuple of int
-        Shape of the local array. The array may have zero elements.
+        Shape of the array that the layer gets on this rank: the whole parameter, or the slice that ``part`` describes.
+        The array may have zero elements.
     init : Init
         Initial values.
     decay : bool
@@ -102,11 +105,11 @@ class ParameterSpec:
     tied : str or None
         Global name of the earlier parameter whose storage this one shares. Each use has its own gradient.
     part : Part or None
-        The slice of the whole parameter that the local array holds; None if it holds the whole parameter.
+        The slice of the whole parameter that the array holds; None if the array is the whole parameter.
     guest : str or None
         Global name of the parameter of another pipeline stage to which this one is tied; None for all other parameters.
         The array is then a copy of that parameter, with the same values at every step; it is not saved in checkpoints
-        and not included in numbers of parameters.
+        and not counted among the parameters.
     averaged : bool
         True for a statistic of the samples, such as the running mean of a batch normalization: a parameter that no
         optimizer trains, and that every step replaces by an average. In the backward pass the layer overwrites
@@ -195,7 +198,7 @@ class IntegerSpec:
 class Run:
     """Hold what a forward pass gets besides its input ``x`` and the parameters: step, seed, positions of samples.
 
-    Only ``ranges`` depends on the rank and on the number of ranks.
+    For the same samples, only ``ranges`` depends on the rank and on the number of ranks.
 
     Attributes
     ----------
@@ -216,8 +219,8 @@ class Run:
         ``length`` is 0, each layer that needs it asks the other ranks with one small message.
     ranges : tuple of (int, int)
         The ranges (start, stop) of positions in the whole sequences that this rank of a context group holds, ascending:
-        ``((0, length),)`` without a context group; () if unknown. A tensor group splits the concatenation of these
-        ranges further.
+        ``((0, length),)`` without a context group; () if unknown. A tensor group with sequence parallelism splits the
+        concatenation of these ranges further.
     """
 
     training: bool = False
@@ -336,7 +339,7 @@ class Layer(Protocol):
 
 @runtime_checkable
 class Loss(Protocol):
-    """Compute the sum of the losses over a batch, and its weight; the mean loss is the sum divided by the weight.
+    """Compute the sum of the losses over a batch, and the weight of the batch; the mean loss is their quotient.
 
     ``forward`` returns the sum, the weight and a cache; ``backward`` returns the gradient of the sum times ``scale``.
     """

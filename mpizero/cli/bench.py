@@ -189,7 +189,7 @@ def _checkpoint(options: argparse.Namespace) -> None:
 
 
 def _checkpoint_bytes(options: argparse.Namespace, comm: Communicator) -> float:
-    """Return how many bytes to save: the option ``--bytes``, or the size of a checkpoint of the configuration."""
+    """Return how many bytes to save: the option ``--bytes``, or the checkpoint size of the configuration's model."""
     from mpizero.comm.agreement import all_ranks
     from mpizero.tools.bench.checkpoint import LEAST
     from mpizero.tools.bench.memory import checkpoint_bytes

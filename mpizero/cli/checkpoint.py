@@ -1,8 +1,8 @@
 """Execute ``mpizero checkpoint``: inspect, verify, compare, export and import checkpoints.
 
-:func:`run` executes a subcommand, whose options ``cli/options.py`` defines. The functions after the subcommands format
-their results as text for people, or as one line of JSON for programs. A :data:`Template` says what an imported
-checkpoint must contain; it is made from another checkpoint or from a configuration.
+:func:`run` executes a subcommand, whose options ``cli/options.py`` defines. Functions such as :func:`description` and
+:func:`as_json` format the results as text for people, or as one line of JSON for programs. A :data:`Template` says what
+an imported checkpoint must contain; it is made from another checkpoint or from a configuration.
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ SHELLS = ("bash", "zsh", "fish")
 _FILES = ("CONFIG.toml", "FILE", "FILE.safetensors", "OUT", "PATH")
 _FOLDERS = ("CHECKPOINT", "DIR", "DUMP", "FOLDER", "RUN", "RUN_OR_CHECKPOINT")
 _SETTING = "SECTION.KEY=VALUE"
-#: Functions that offer settings. bash adds a space after a word unless the function that is registered forbids it.
+#: Functions of the shells that propose settings. bash adds a space after a completed word unless the registered
+#: function forbids it.
 _OFFER_SETTINGS = {
     "bash": """_mpizero_settings() {{ compgen -W "{settings}" -- "$1"; }}
 _mpizero_completion() {{
@@ -259,7 +260,7 @@ def add_requeue(commands: Any, run: Run) -> None:
 def run_requeue(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Requeue the job of this batch script if its training has to go on; return 0 if so, else 1.
 
-    With ``--job`` the batch script puts the job into the queue, after the exit status 0.
+    With ``--job`` this function only decides: on exit status 0 the batch script must put the job into the queue itself.
     """
     from mpizero.train import stopping
     from mpizero.train.run_folder import RunFolder

@@ -263,7 +263,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _world(comm: Communicator | None) -> Communicator:
-    """Return ``comm``, the argument of :func:`main`, or for None a communicator of all processes of the launcher."""
+    """Return ``comm``, the argument of :func:`main`; for None, a communicator of all processes that were launched."""
     if comm is not None:
         return comm
     try:
@@ -281,6 +281,6 @@ def _launched_world() -> Communicator:
 
 
 def _threads() -> int:
-    """Return the number of threads of a rank from OMP_NUM_THREADS; 1 if it is not set."""
+    """Return the number of threads of a rank from OMP_NUM_THREADS, at most 1024; 1 if that is no number above 0."""
     value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return min(int(value), 1024) if value.isdecimal() and int(value) > 0 else 1

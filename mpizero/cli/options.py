@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpizero.train.config.schema import RunConfig
     from mpizero.train.config.toml import ConfigDocument
 
-#: What executes a command, given the parsed options: it returns the exit status, or None where it can only succeed.
+#: What executes a command, given the parsed options: it returns the exit status, or None for success.
 Run = Callable[[argparse.Namespace], int | None]
 _SIZES = {
     "pipeline": "stages that the model's blocks are cut into",

@@ -62,7 +62,8 @@ def train(
     comm : Communicator
         The ranks that train; the communicator is not closed.
     resume : bool
-        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore`.
+        Whether to continue from the newest undamaged checkpoint of the run, if there is one; see :func:`restore` in
+        ``train/run_folder.py``.
     resume_from : int, optional
         Continue from the checkpoint of this step; checkpoints of later steps are moved to another folder.
     overridden : sequence of str
@@ -101,7 +102,7 @@ def train(
     return outcome.to_dict()
 
 
-#: The settings of the section.
+#: The settings of the section ``[ensemble]``.
 KEYS = ("members", "on_failure", "each")
 
 
@@ -142,7 +143,7 @@ class EnsembleSettings:
         return cls(members, on_failure, each)
 
     def values(self, config: RunConfig, member: Member) -> dict[str, Any]:
-        """Return the settings of a member by key; the default of "train.seed" is the run's plus the member's number."""
+        """Return the settings of a member by key; "train.seed" defaults to the run's seed plus the member's number."""
         table: dict[str, Any] = {"train.seed": config.train.seed + member.number, "train.threads": config.train.threads}
         table |= {key: values[member.number] for key, values in self.each.items()}
         return table | {"checkpoint.folder": os.path.abspath(member.run / "checkpoints")}

@@ -3,10 +3,9 @@
 :func:`taylor_test` tests gradients by their Taylor remainder, and :func:`adjoint_test` communication by its adjoint.
 :func:`parallel_assert` fails on all ranks together, so that no rank is left waiting for one that failed.
 :func:`assert_same_as_serial` checks that a function returns the same bits on any number of ranks, and that training a
-model or layer that is split into tiles (virtual ranks, see docs/concepts.md) gives the bits of one process on groups
-of several sizes (:class:`SplitTraining`). Before groups train, it compares forward and backward passes of each block
-that is split into tiles with those of the whole block in one process (:class:`SplitPasses`), so that an error names
-the layer.
+model or layer that is split into tiles (see docs/concepts.md) gives the bits of one process on groups of several sizes
+(:class:`SplitTraining`). Before groups train, it compares forward and backward passes of each block that is split into
+tiles with those of the whole block in one process (:class:`SplitPasses`), so that an error names the layer.
 """
 
 from __future__ import annotations
@@ -76,15 +75,15 @@ def taylor_test(
 
     The remainder ``|f(x + h p) - f(x) - h <g, p>|``, with the gradient ``g`` and a random direction ``p``, is computed
     for nine values of ``h``, each half of the one before. The slope is the power of ``h`` to which the remainder is
-    proportional: 2 for the right gradient, 1 for a wrong one, also if only a factor 1/n is missing. Collective if
-    ``f`` is collective; all ranks use the same direction.
+    proportional: 2 for the right gradient, 1 for a wrong one, also for one that is wrong by a constant factor only.
+    Collective if ``f`` is collective; all ranks use the same direction.
 
     Parameters
     ----------
     f : callable
-        Function of an argument of the form of ``x`` that returns a number. It must be smooth near ``x``.
+        Function that takes an argument of the form of ``x`` and returns a number. It must be smooth near ``x``.
     gradient : array, mapping or callable
-        Gradient at ``x``, or a function that returns the gradient at its argument, such as ``x``.
+        Gradient at ``x``, or a function that is called with ``x`` and returns the gradient there.
     x : array or mapping of arrays
         The point at which the gradient is tested, in float64.
     step : float
@@ -130,9 +129,10 @@ def taylor_test(
 def _remainders(
     f: Callable[[Any], float], gradient: Array, x: Point, step: float, seed: int
 ) -> tuple[list[float], list[float] | None]:
-    """Return the Taylor remainders for nine steps, and the slopes between those that are above rounding error.
+    """Return the Taylor remainders for nine steps, and a slope for each halving of the step.
 
-    The slopes are None if no remainder is above rounding error.
+    Halvings are left out if one of their two remainders is a rounding error. Instead of the list of slopes, None is
+    returned if no remainder is above rounding error.
     """
     start = _flat(x)
     direction = np.random.default_rng(seed).standard_normal(start.size)
@@ -169,7 +169,8 @@ def adjoint_test(
     Returns
     -------
     float
-        Relative difference of the two scalar products.
+        Difference of the two scalar products, relative to ``|F x| |y| + |x| |F* y|``; these products of norms, too, are
+        summed over the ranks.
 
     Raises
     ------
@@ -252,17 +253,17 @@ def assert_same_as_serial(
 ) -> None:
     """Assert that a function, a model or a layer computes the same bits on several ranks as on one.
 
-    Collective over ``comm``. *A function*: the test calls ``function(comm)`` on every rank, and compares the return
-    value with that for a communicator of one rank. The value may be a number, a string, an array, or nested mappings,
-    lists and tuples of these. Arrays are compared by dtype, shape and bytes, so NaN equals itself and 0.0 differs from
-    -0.0.
+    Collective over ``comm``. *A function*: the test calls ``checked(comm)`` on every rank, and compares the return
+    value with that of the same call with a communicator of one rank. The value may be a number, a string, an array, or
+    nested mappings, lists and tuples of these. Arrays are compared by dtype, shape and bytes, so NaN equals itself and
+    0.0 differs from -0.0.
 
-    *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first one process computes
-    all tiles of each block. The joined results are compared with those of the whole block, within rounding. Results
-    that every tile must have in full, such as outputs of a row-parallel layer, are compared between tiles, bit by bit.
-    Then the model is trained in one process that computes all tiles, and by the group ``comm``, or by threads in
-    groups of ``tiles`` ranks, half as many, and so on: after each step loss, gradients and parameters must be equal
-    bit by bit.
+    *A model of blocks or a layer that can be split*, ``assert_same_as_serial(layer, x=x)``: first the model is trained
+    in one process that computes all tiles. With the resulting parameters, this process runs all tiles of each block.
+    Their joined results are compared with those of the whole block, within rounding. Results that every tile must have
+    in full, such as outputs of a row-parallel layer, are compared between tiles, bit by bit. Then the same training
+    runs in the group ``comm``, or if ``comm`` is None in groups of threads of ``tiles`` ranks, half as many, and so on:
+    after each step loss, gradients and parameters must be those of the one process, bit by bit.
 
     Parameters
     ----------
@@ -291,8 +292,8 @@ def assert_same_as_serial(
     ConfigError
         If the model cannot be split in this way, or ``tiles`` or ``axis`` is wrong or does not fit ``comm``.
     RemoteError
-        On the other ranks if the function or the layer raises another error on some ranks; the message names those
-        ranks and the first error.
+        On the ranks where the function or the layer succeeds, if it raises an error other than AssertionError on other
+        ranks. The message names these ranks and the first error.
 
     Examples
     --------
@@ -373,7 +374,7 @@ _SIZES = [2**k for k in range(1, 11)]
 
 @dataclass(frozen=True)
 class OneLayer:
-    """Hold a layer as a model, preceded by a norm whose gradient depends on the gradient of the layer's input."""
+    """Hold a layer as a model; the gradients of a norm before the layer test the gradient of the layer's input."""
 
     blocks: Mapping[str, Any]
     dtype: np.dtype[Any]
@@ -455,9 +456,10 @@ def _model_and_batch(model: Any, x: Any, y: Any) -> tuple[Any, tuple[Any, Any]]:
     return OneLayer({**before, "layer": model}, dtype), (x, y)
 
 
-#: How many times further apart than the same sums in another order the numbers of two passes may be.
+#: The numbers of two passes may differ by this many times the bound for the same sums in another order.
 _OF_PASS = 64
-#: A gradient that is smaller than this part of a block's largest may be nothing but rounding: its bound is this part's.
+#: A bound is relative to the largest element of the array, or to this fraction of the block's largest gradient if that
+#: is more: the elements of a smaller array may be rounding errors only.
 _SMALL = 0.01
 
 
@@ -489,14 +491,14 @@ class SplitPasses:
         ]
 
     def check_parameters(self) -> None:
-        """Check that the parts of a parameter that the tiles have are together the whole parameter."""
+        """Check of every parameter that the parts on all tiles together are the whole parameter."""
         for check in self.checks:
             check.parameters()
 
     def check_passes(self, named: Mapping[str, Array], batch: Any) -> None:
-        """Check forward and backward of every split block, given its input and output gradient in the whole model.
+        """Check the passes of every split block, on the input and output gradient that it gets in the whole model.
 
-        ``named`` are the parameters of the whole model by name, ``batch`` the inputs and targets.
+        ``named`` are the parameters of the whole model by name, ``batch`` the inputs and targets of the model.
         """
         params, x = nn.bind(self.model, named), leaves_of(batch[0])[0]
         run = run_on(self.model, x, Run(training=True, seed=self.model.seed, count=len(x)))
@@ -517,7 +519,7 @@ class _Alone(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """Hold inputs, outputs and their gradients of a whole block; ``gradients`` are those of parameters by name."""
+    """Hold input and output of a whole block, their gradients, and ``gradients``, those of its parameters by name."""
 
     x: Any
     y: Any
@@ -585,7 +587,7 @@ class _BlockCheck:
     dtype: np.dtype[Any]
 
     def parameters(self) -> None:
-        """Check that the parts of a parameter that the tiles have are together the whole parameter."""
+        """Check of every parameter of the block that the parts on all tiles together are the whole parameter."""
         wanted = {spec.name: spec for spec in self.unsplit.specs()}
         for number, form in enumerate(self.tiled.forms):
             if (names := [spec.name for spec in form.specs()]) != list(wanted):
@@ -624,7 +626,7 @@ class _BlockCheck:
             self._close("backward_weights", [(label, value_at(grads, name))], [(label, expected)], known)
 
     def _equal(self, recorders: list[_Recorder], method: str, which: Callable[[str], bool]) -> None:
-        """Require equal bits on all tensor tiles of a context tile in the arrays whose names satisfy ``which``."""
+        """Require of arrays whose names satisfy ``which`` equal bits on all tensor tiles of the same context tile."""
         across = self.tiled.grid.across
         for number, recorder in enumerate(recorders):
             first = number // across * across

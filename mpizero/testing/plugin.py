@@ -1,4 +1,4 @@
-"""Extend pytest: give every test a new communicator, and let a test that fails on one rank fail on all ranks.
+"""Extend pytest: give tests new communicators, and let a test that fails on one rank fail on all ranks.
 
 If other ranks are blocked in a test that has failed on one rank, that rank prints its failures and ends the job.
 
@@ -44,7 +44,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """Provide a random number generator, seeded by the rank and equal in every run of the tests. Not collective."""
+    """Provide a random number generator, seeded by the rank and the length of the test's name. Not collective."""
     control = request.config.stash.get(_CONTROL, None)
     return np.random.default_rng([len(request.node.name), 0 if control is None else control.rank])
 
@@ -70,8 +70,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Wait until every rank has printed its summary, and close the communicators of :func:`pytest_configure`.
 
-    Collective over all ranks with ``--with-mpi``. Ranks wait because under some launchers, and under
-    ``python -m mpi4py``, the first process that exits with a status other than 0 ends the job.
+    Collective over all ranks with ``--with-mpi``. Ranks wait because under some launchers, and under ``python -m
+    mpi4py``, the first process that exits with a status other than 0 ends the job. A rank with such a status waits at
+    most ``mpi_patience`` seconds, and then ends the job itself.
     """
     if _CONTROL not in config.stash:
         return
@@ -198,8 +199,8 @@ def _ends(request: Request, patience: float) -> bool:
 def _show_summary(item: pytest.Item, report: pytest.TestReport) -> bool:
     """Print pytest's failures and summary now; return False if pytest has no terminal reporter.
 
-    Pytest would print the failures at the end of the session, but the job is aborted before, without a teardown of
-    fixtures, which might wait for other ranks.
+    Pytest would print the failures at the end of the session, but the job is aborted before that. Fixtures are not torn
+    down, because their teardown might wait for other ranks.
     """
     config = item.config
     _uncapture(config)

@@ -3,7 +3,7 @@
 Each check is a function that returns a :class:`CheckResult`. The checks in :data:`CHECKS` try libraries and hardware.
 The checks in :data:`LAUNCH_CHECKS` compare ranks, nodes and threads with the environment variables of the launcher and
 Slurm. :func:`examine` runs all checks, and :func:`report` formats their results. :func:`bug_report` formats them for a
-bug report, as one block of text to copy, without user names.
+bug report, as one block of text to copy, without names of users and hosts.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def check_versions(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_mpi(comm: Communicator, threads: int) -> CheckResult:
-    """Report the MPI library and its thread level, and test a reduction. Collective over ``comm``."""
+    """Compare the ranks' MPI libraries, check the thread level, and test a reduction. Collective over ``comm``."""
     facts = mpi_facts()
     if facts is None:
         advice = "pip install mpich, or a system's MPI; a program that a rank has started has none"
@@ -156,12 +156,13 @@ def check_mpi(comm: Communicator, threads: int) -> CheckResult:
     return CheckResult("mpi", "ok", f"{text}; a small reduction takes {seconds * 1e6:.0f} µs")
 
 
-#: Calls of MPI for 1 MiB above which hardly anything of a step's messages is hidden: less than 20 KB a call.
+#: If 1 MiB needs more calls of MPI than this, less than 20 KB move in a call, and hardly any messages of a step move
+#: while ranks compute.
 _SLOW_MESSAGES = 50
 
 
 def check_messages(comm: Communicator, threads: int) -> CheckResult:
-    """Count the calls of MPI in which 1 MiB moves between nodes while ranks compute. Collective over ``comm``."""
+    """Count the calls of MPI, 10 ms apart, that it takes to send 1 MiB between nodes. Collective over ``comm``."""
     calls = machine.try_message(comm)
     if calls is None:
         return CheckResult("messages", "ok", "all ranks are on one node")
@@ -196,7 +197,7 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_blas(comm: Communicator, threads: int) -> CheckResult:
-    """Say what multiplies, and whose bits that gives; compare the BLAS of all ranks. Collective over ``comm``."""
+    """Report what computes matrix products and which CPUs give their bits; compare the ranks' BLAS. Collective."""
     local, reason = machine.blas(), foreign_products()
     every = comm.allgather_object((local, reason))
     whose = bits([reason] if reason else [])
@@ -306,7 +307,7 @@ def check_gpu(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_torch(comm: Communicator, threads: int) -> CheckResult:
-    """Report the installed PyTorch; warn if it is built for CUDA but no node has a GPU. Collective over ``comm``."""
+    """Compare the ranks' PyTorch; warn if it is built for CUDA but no node has a GPU. Collective over ``comm``."""
     every = comm.allgather_object((*machine.torch_build(), machine.gpus()[0]))
     if wrong := difference([version or "none" for version, _, _ in every]):
         return CheckResult("torch", "warn", wrong, "install the same PyTorch on every node: others give other bits")

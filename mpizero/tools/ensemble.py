@@ -27,7 +27,7 @@ from mpizero.guard.reports import describe_error
 from mpizero.train.loop import Preempted
 from mpizero.train.setup import TrainingResult
 
-#: Name of the file with the outcome of one member, in its folder, and of the summary.
+#: Names of two files: the outcome of one member, in the member's folder, and the summary, in the ensemble's folder.
 OUTCOME, SUMMARY = "member.json", "ensemble.json"
 #: How a member has ended; a member without an outcome is unfinished: it runs, or was killed.
 COMPLETE, FAILED, UNFINISHED = "complete", "failed", "unfinished"
@@ -85,8 +85,9 @@ def run_members(
     run : path
         Folder of the ensemble; all ranks see it.
     on_failure : {"end", "continue"}
-        What an exception on all ranks of a member does: "end" ends the job immediately; with "continue" it is printed,
-        the ranks of the member wait for the others, and then all ranks raise MemberError.
+        What an exception of ``function`` does: "end" ends the job immediately; with "continue" the exception is
+        printed, the ranks of the member wait for the other members, and then all ranks raise MemberError.
+        CollectiveError and PeerFailure end the job in any case.
     only : int or None
         Run only the member with this number, on all ranks. Each member can thus run as a job of its own; these jobs
         share one summary.
@@ -101,7 +102,8 @@ def run_members(
     MemberError
         With "continue", on every rank, if a member has failed.
     Preempted
-        On every rank, after all members have ended, if one was asked to stop; a second call may resume it.
+        On every rank, after all members have ended, if a member was asked to stop; a second call may resume that
+        member.
     ConfigError
         On every rank, if the ranks cannot be divided evenly, or an argument is not allowed.
 

@@ -36,7 +36,8 @@ class Kind:
     needs : str
         Text for the README that names requirements besides mpizero, pytest and matplotlib; "" if there are none.
     files : mapping of str to (str, str)
-        For each file of only this kind of project, by name: path of its template, and its description in the README.
+        By name, the files besides those that every project has, such as the README: for each file the path of its
+        template, and its description in the README.
     layouts : str
         Parallel layouts that the project's test compares.
     build : str
@@ -44,7 +45,7 @@ class Kind:
     more : int
         Total number of steps in the README's example of resuming a run.
     cut : str
-        Settings that follow the commands of the README that train on four ranks, with a blank before them.
+        Options, with a blank before them, that the README appends to its commands that train on several ranks.
     module, program : str
         Python module and program that the project needs; "" if it needs none.
     """
@@ -66,7 +67,7 @@ _NETWORK = "the network; yours goes here"
 
 
 def _files(kind: str, model: str, *, network: bool = False) -> dict[str, tuple[str, str]]:
-    """Return the files of a project whose model the README describes as ``model``.
+    """Return the files of a project; ``model`` is the text by which the README describes the file model.py.
 
     Projects with a ``network`` share settings, data and test: they classify points on spirals.
     """

@@ -112,7 +112,7 @@ def _config_of(step: BadStep, path: str) -> RunConfig:
 def _model_of(step: BadStep, config: RunConfig, path: str) -> Any:
     """Build the model of a bad step, without parameter arrays.
 
-    Raise :class:`DataError` if the model is too large for this machine, or the samples do not fit it.
+    Raise :class:`DataError` if the model is too large for this machine, or the samples do not fit the model.
     """
     widths, section = step.about.get("widths"), config.model
     if not isinstance(section, NamedModelSection):

@@ -347,7 +347,7 @@ class PassBenchmark:
         Collective. Make the first call without ``keep``, to warm up.
         """
         for entry in self.passes[::turn]:
-            self.arrays[:] = 1  # sums of sums would grow, and averages shrink to where processors are slow
+            self.arrays[:] = 1  # else sums of sums would grow, and averages become subnormal, which is slow
             entry.measure(self.comm, turn, keep=keep)
 
     def measurements(self) -> tuple[MemoryPass, ...]:
@@ -489,7 +489,7 @@ def read_part(path: Path, buffer: memoryview, start: int) -> None:
 
 
 def drop_cached(path: Path) -> None:
-    """Ask the system to drop a file that is flushed to the disk from the page cache. Not collective."""
+    """Ask the system to remove a file's pages from the page cache; they must be flushed to the disk. Not collective."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

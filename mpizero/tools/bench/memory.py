@@ -230,7 +230,7 @@ class LayoutTable:
     Attributes
     ----------
     memory : str
-        "shared" or "private".
+        "shared" if the ranks of a node share memory, else "private".
     strategy, layout : str
         The strategy's name, as in the configuration; a description of the parallel layout.
     parameters : int
@@ -416,7 +416,7 @@ def measure_config(
     """Train a configuration's model with every strategy and kind of memory, and return one table for each, on rank 0.
 
     Other ranks get an empty list. Collective over ``comm``. On rank 0, ``tell`` is called with a line of text before
-    each run. If ``strategies`` is empty, all are measured, or only the configuration's if it splits the model.
+    each run. If ``strategies`` is None, all are measured, or only the configuration's own if it splits the model.
     """
     config.parallel.check_ranks(comm.size)
     names = strategies or ((config.parallel.strategy,) if config.parallel.splits_model else STRATEGIES)

@@ -163,7 +163,8 @@ class StepTimes:
     slowest : int
         The rank with the least waiting time: the other ranks wait for it.
     recordings : dict of str to str
-        How rank 0 has computed the last step (:attr:`mpizero.sharding.ModelMetadata.recordings`).
+        How rank 0 has computed each block, and the update, in the last step: "repeated" from a recording, or called by
+        Python, as in the attribute ``recordings`` of :class:`mpizero.sharding.ModelMetadata`.
     """
 
     described: str
@@ -279,7 +280,7 @@ def report(times: StepTimes) -> str:
 
 
 def _recorded(recordings: dict[str, str]) -> str:
-    """Say what of a step is repeated from recordings, and what is not."""
+    """Say how many of a step's blocks and updates are repeated from recordings, and how the others are computed."""
     called = {name: how for name, how in recordings.items() if how != "repeated"}
     counts = f"{len(recordings) - len(called)} of {len(recordings)}"
     return "; ".join([f"repeated from recordings: {counts}", *(f"{name}: {how}" for name, how in called.items())])

@@ -61,7 +61,7 @@ class CacheMeter:
         return counted
 
     def drop(self, arrays: Iterable[Array]) -> None:
-        """Stop counting the arrays ``arrays`` that a call of :meth:`keep` returned, unless another call keeps them."""
+        """Stop counting ``arrays``, which :meth:`keep` has returned, except for those that another call of it keeps."""
         for array in arrays:
             uses, size = self._buffers.pop(id(array))
             if uses > 1:
@@ -128,7 +128,8 @@ def watch(engine: Engine) -> CacheMeter:
 
     The meter counts the cache that a forward pass returns, and what ``backward_input`` keeps for
     ``backward_weights``. Parameters, samples and targets are not counted. The wrapped engine computes the same values,
-    a little slower, and repeats no recordings. Call this function for measurements only.
+    a little slower, because Python calls every block: none is repeated from a recording (docs/recordings.md). Call this
+    function for measurements only.
     """
     meter, runner = CacheMeter(), engine.runner
     holder: Any = runner if isinstance(runner, PipelineRunner) else getattr(runner, "evaluator", None)
@@ -195,7 +196,7 @@ class MemoryRow:
     Attributes
     ----------
     memory : str
-        "shared" or "private".
+        "shared" if the ranks of a node share memory, else "private".
     strategy : str
         The strategy's name, as in the configuration.
     ranks, nodes, parameters : int

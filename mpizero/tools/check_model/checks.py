@@ -13,11 +13,11 @@
 differs from the derivative by truncation, which falls with h, and by rounding, which grows as h falls. Neither is known
 beforehand, so both are estimated: truncation by how much the difference changes from one h to the next, rounding by
 second differences of the loss over steps so small that rounding dominates them. The h with the smallest sum of both
-errors decides, with one exception: a loss may be steep at one point and flat around it. So a smaller h decides if the
-gradient agrees there, and rounding is small enough to show a disagreement. The gradient is called wrong only if it is
-wrong by several times the error at three points, because a kink (of ReLU, of a maximum) is near one of them at most.
-All parameters are first changed together. This proves the gradient of every parameter whose term in the slope is much
-larger than the uncertainty. The other parameters are then changed one by one.
+errors decides, with one exception: a loss may be steep at one point and flat around it. So a disagreement at this h
+does not count if, at a smaller h, the disagreement and the rounding together are at most half as large. The gradient is
+called wrong only if it is wrong by several times the error at three points, because a kink (of ReLU, of a maximum) is
+near one of them at most. All parameters are first changed together. This shows that the gradient is right for every
+parameter whose term in the slope is much larger than the uncertainty. The other parameters are then changed one by one.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def check_layers(checked: CheckedBlocks, batch: CheckBatch, params: Named) -> li
     """Check that layers overwrite gradients, and that ``backward`` computes the same as its two halves.
 
     The halves are ``backward_input`` and ``backward_weights``. Both halves run with a loss scale of 2, so that a loss
-    that ignores its scale is found, too. ``params`` are the parameters.
+    that ignores its scale is found, too. ``params`` has the values of the parameters by name.
     """
     one = checked.passed(params, batch[:2])[2]
     two = checked.passed(params, batch[:2], fill=1.0)[2]
@@ -262,7 +262,8 @@ class ParameterPoint:
     def slope(self, move: Direction, enough: float = 0.0) -> Slope | None:
         """Measure the derivative along the direction ``move``; None if the loss cannot be evaluated around this point.
 
-        The search for the best step stops at a relative uncertainty of ``enough``.
+        The search for the best step ends early at a step whose relative uncertainty is at most ``enough``, if the
+        gradient agrees with the slope there.
         """
         noise, h, tried = self.noise, 1.0, list[Slope]()
         for _ in range(15):
@@ -507,7 +508,7 @@ def _worst(point: ParameterPoint, wrong: WrongGradient) -> list[int]:
     return [int(i) for i in np.unravel_index(low, shape)]
 
 
-#: How much sums may differ, as a multiple of the change that new last bits of the parameters cause.
+#: How much sums may differ, as a multiple of the change that other last bits of the parameters cause.
 OF_NOISE = 64.0
 
 
@@ -545,9 +546,9 @@ def check_sums(
 ) -> tuple[list[ModelFinding], str]:
     """Compare values of a batch with sums over its pieces: one sample, a third of the others, and the remaining ones.
 
-    ``params`` are the parameters, and ``full`` is the evaluation of the batch. ``noise`` returns evaluations of the
-    batch at parameters that differ in their last bits. Return the findings, and a line that says how well the sums
-    agree.
+    ``params`` has the values of the parameters by name, and ``full`` is the evaluation of the batch at them. ``noise``
+    returns evaluations of the batch at parameters whose last bits are different. Return the findings, and a line that
+    says how well the sums agree.
     """
     count = batch.samples or 0
     borders = sorted({0, 1, 1 + (count - 1) // 3 or 1, count})
@@ -619,8 +620,8 @@ def _sums_cause(what: str, sums: BatchSums, joined: dict[str, Array]) -> tuple[s
 def check_prediction(checked: CheckedModel, batch: CheckBatch, params: Named) -> tuple[list[ModelFinding], str]:
     """Predict a batch twice as a whole and once in pieces, and compare the predictions.
 
-    ``params`` are the parameters. Return the findings, and a line that says what was measured. The line is "" after a
-    finding, or if the model has no ``predict``.
+    ``params`` has the values of the parameters by name. Return the findings, and a line that says what was measured.
+    The line is "" after a finding, or if the model has no ``predict``.
     """
     try:
         full = checked.predict(params, batch.x)
@@ -686,8 +687,8 @@ def check_model(
     - prediction: each sample's prediction does not depend on the other samples;
     - ranks: all ranks compute the same bits.
 
-    A handful of samples is enough. The model is evaluated one to two hundred times, within two seconds if it is small.
-    If a machine has no cached kernels yet, compiling the kernels of a layer, in both precisions, takes some seconds.
+    A handful of samples is enough. The model is evaluated 100 to 200 times, within two seconds if it is small. If a
+    machine has no cached kernels yet, compiling the kernels of a layer, in both precisions, takes some seconds.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Evaluate a user's model on a batch through one interface, for models of blocks and for function models.
+"""Evaluate a user's model on a batch through one interface, for models of blocks and for functional models.
 
 Batches are cut into pieces as training does (:func:`cut`), their arrays are read-only, and :func:`content` detects
 changes of them. :class:`ModelReport` holds the result of checking a model, for people and for programs.
@@ -74,7 +74,7 @@ class ModelFinding:
     check : str
         The check with this finding: "values", "repeats", "sum", "gradient", "prediction", "layers" or "ranks".
     what : str
-        The wrong value: "loss", "weight", "prediction", "gradient of 'w'", ...
+        Name of the wrong value: "loss", "weight", "prediction", "gradient of 'w'", ...
     seen : str
         What is wrong with the value, with numbers.
     cause : str
@@ -230,7 +230,7 @@ def checked_model(model: Any) -> CheckedModel:
 
 
 class CheckedFunction:
-    """Evaluate a function model as training does: its parameters are always passed in the same, read-only memory.
+    """Evaluate a functional model as training does: each call gets the parameters in the same, read-only memory.
 
     No method is collective. Parameters and gradients are arrays of real numbers; see the module's [Note: pairs].
 
@@ -431,8 +431,8 @@ class CheckedBlocks:
         """Run forward and backward, and return loss, weight, and gradients by name.
 
         A tied parameter has one gradient for each use, a frozen one none. The memory for gradients is first filled with
-        ``fill``. With ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``; the loss is
-        multiplied by 2 before, and the gradients are divided by 2 after (not the new values of averaged parameters).
+        ``fill``. With ``halves``, ``backward_input`` and ``backward_weights`` run in place of ``backward``, on the
+        gradient of twice the loss; the resulting gradients (not the new values of averaged parameters) are halved.
         Copies of the blocks' outputs are added to ``outputs``.
         """
         self.evaluations += 1
@@ -494,9 +494,9 @@ def raising_line(error: BaseException) -> str:
 
 
 def origin_of(model: Any, member: str) -> str:
-    """Describe where a model is defined: for a function model, by file and line of its function ``member``.
+    """Describe where a model is defined: for a functional model, by file and line of its function named ``member``.
 
-    For other models, return the name of the class.
+    For other models, and if there is no such function, return the name of the class.
     """
     function = getattr(model, member, None) if isinstance(model, BlackBoxModel) else None
     return type(model).__name__ if function is None else named(function, member)

@@ -112,7 +112,7 @@ class PlanRequest:
 def plan(config: RunConfig, request: PlanRequest) -> PlannedRun:
     """Plan the training that a configuration describes, in this process alone.
 
-    The data are opened only for a multi-layer perceptron, whose numbers of inputs and outputs are taken from them.
+    The data are opened, except for a GPT that is trained by a stochastic optimizer.
 
     Raises
     ------
@@ -329,10 +329,10 @@ def _head(plan: PlannedRun) -> str:
 
 
 class _Row(NamedTuple):
-    """Hold one line of a table: of the ranks with a pipeline stage and some parts, the one with the largest ``sizes``.
+    """Hold one line of a table: the rank with the largest sum of ``sizes`` on a stage and for some parts of the model.
 
-    ``parts`` has the first and the last number of neighbouring parts that have the same ``sizes``. Parts are numbered
-    by tensor rank, then context rank.
+    ``parts`` has the first and the last number of neighbouring parts that have the same ``sizes``. A part is what one
+    tensor and context rank holds; parts are numbered by tensor rank, then context rank.
     """
 
     stage: int

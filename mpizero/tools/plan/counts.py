@@ -213,8 +213,8 @@ class GroupCall(NamedTuple):
     sizes : tuple of int
         For "gather" and "scatter", the length of each rank's part along that axis; otherwise empty.
     outer : int
-        For "gather" and "scatter", the product of the lengths of the axes before that axis; for an exchange the largest
-        number of elements that a rank sends; otherwise 1.
+        For "gather" and "scatter", the product of the lengths of the axes before that axis; for "exchange" the largest
+        number of elements that any rank of the group sends to others; otherwise 1.
     itemsize : int
         Bytes of an element.
     axis : str
@@ -290,7 +290,7 @@ class GroupCall(NamedTuple):
         return {"arrived": size * part, "total": part}
 
     def half(self, size: int) -> int:
-        """Return the bytes that the call needs in each of the two halves of a group's window. Not collective."""
+        """Return the bytes that the call needs in one half of a window; calls use the two halves alternately."""
         if self.kind == "shift":
             return 0
         elements = self.outer if self.kind == "exchange" else self.unit * (sum(self.sizes) if self.sizes else 1)
@@ -382,10 +382,10 @@ class RecordingGroup:
 
 
 class FieldExtents:
-    """Note the extents of the fields that the layers of each block ask for, and tell them again, in the same order.
+    """Store the extents of the fields that the layers of each block ask for, and return them later in the same order.
 
     A rank's part of a field does not say how large the field is. So blocks run first on whole fields, whose extents
-    are noted, and then, with layers that are given these extents, on a rank's parts.
+    are stored, and then on a rank's parts, where the layers get the stored extents.
     """
 
     def __init__(self) -> None:
@@ -394,11 +394,11 @@ class FieldExtents:
         self._told = 0
 
     def begin(self, block: str | None) -> None:
-        """Begin to note or tell the extents of a block's fields, or of the loss's (None). Not collective."""
+        """Begin to store or return the extents of the fields of a block, or of the loss (None). Not collective."""
         self._block, self._told = block, 0
 
     def note(self, extents: tuple[int, ...]) -> None:
-        """Add the extents of the next field of the block. Not collective."""
+        """Store the extents of the next field of the block. Not collective."""
         self._of.setdefault(self._block, []).append(extents)
 
     def tell(self) -> tuple[int, ...]:
@@ -410,7 +410,8 @@ class FieldExtents:
 class RecordingDomain(RecordingGroup):
     """Replace the group of a domain on one rank, as :class:`RecordingGroup`; ``extents`` says how large fields are.
 
-    With a domain of one rank, ``extents`` notes it; with one of several, it tells it.
+    If the domain has one rank, the extents of whole fields are stored in ``extents``; if it has several, they are read
+    from there.
     """
 
     def __init__(self, cut: Cut, rank: int, calls: list[GroupCall], extents: FieldExtents) -> None:
@@ -420,8 +421,9 @@ class RecordingDomain(RecordingGroup):
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
         """Record the call; return zeros in which this rank's part is ``x``, or the extents of all ranks' parts.
 
-        Layers send extents in the first step only: these calls are not recorded. Functions, whose rows have a further
-        column that is the same on all ranks, send them in every call.
+        Extents are returned if ``tag`` is "extents". Layers send extents in the first step only: these calls are not
+        recorded. Functions of a domain send them in every call, with a checksum of the call in a further column of
+        ``x``: these calls are recorded.
         """
         if tag != "extents":
             return super().all_gather(x, axis, sizes, tag)
@@ -544,8 +546,8 @@ class StepBatches:
     def samples_moved(self, grid: PlannedGrid) -> int:
         """Return how many samples the rank of ``grid`` sends to the ranks that compute them.
 
-        Not collective. Before that, each rank is assumed to have a contiguous range of whole grains; the ranges are as
-        equal as possible.
+        Not collective. Before the samples are sent, each rank is assumed to have a contiguous range of whole grains;
+        the ranges are as equal as possible.
         """
         ranks, rank = grid.batch.size, grid.batch.rank
         local_samples = self.grains.samples_of(rank, ranks)

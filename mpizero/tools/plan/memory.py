@@ -5,15 +5,15 @@ each. So that these runs take little time, parameters and gradients are :class:`
 products are not computed. The memory that a block allocates is traced (:func:`watched`), and the memory that it keeps
 is found from the arrays that a pass returns (:func:`buffers`). :class:`ShardSizes` has the sizes of the shards of all
 ranks of a stage's data group, :class:`ModelPart` the part of a model that one pipeline stage, tensor rank and context
-rank holds: size, work and output. From both, :class:`ChunkActivations` computes the memory that one micro-batch needs,
-and :class:`StageActivations` how a rank's memory changes during a step.
+rank holds: size, work and output. From the measurements of blocks, :class:`ChunkActivations` computes the memory that
+one micro-batch needs, and :class:`StageActivations` how a rank's memory changes during a step.
 
 [Note: trials] No formula can tell what a user's layer keeps in memory. So one block of each kind runs forward and
 backward alone, on two samples and again on three. (Not on one: an array of one sample may be contiguous although an
-array of several samples is not.) Blocks that differ only in the ``site`` of their dropouts are of one kind. Parameters
-are zeros, in memory that is freed afterwards; matrix products with them are not computed. Memory and messages are
-assumed to grow linearly with the number of samples. If a block's group calls show that they do not, the blocks run on
-as many samples as the real micro-batch has.
+array of several samples is not.) Blocks that differ only in the ``site`` of their dropouts, a number in the key of the
+random masks, are of one kind. Parameters are zeros, in memory that is freed afterwards; matrix products with them are
+not computed. Memory and messages are assumed to grow linearly with the number of samples. If a block's group calls show
+that they do not, the blocks run on as many samples as the real micro-batch has.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class PeakMemory:
     """Measure the largest growth of allocated memory, in bytes, since the start of a measurement.
 
     ``allocations`` counts what another library allocates (:class:`mpizero.adapters.torch.passes.Allocations`); None if
-    only Python and NumPy allocate. The sum of both peaks is an upper bound: they may be reached at different times.
+    only Python and NumPy allocate. With another library, its peak is added to the peak of Python and NumPy. This sum is
+    an upper bound, because the two peaks may be reached at different times.
     """
 
     def __init__(self, allocations: Any) -> None:
@@ -321,8 +322,8 @@ class BlockTrials:
     dtype : numpy dtype
         The dtype of the parameters.
     extents : FieldExtents or None
-        With a domain, the extents of whole fields; then each block is run, because parts of equal shapes may be of
-        different fields.
+        With a domain, the extents of whole fields; then each block is run, because blocks whose parts of fields have
+        equal shapes may belong to whole fields of different extents.
     """
 
     def __init__(
@@ -401,8 +402,9 @@ class BlockTrials:
     def _warm(self, computing: Any, kind: str, attempt: Callable[[Any], Any], argument: Any) -> None:
         """Call ``attempt`` before the first trial of blocks of this kind, with one sample, without measuring it.
 
-        In a first call, imports and compilation allocate memory that stays. A block that counts another library's
-        memory is called with all samples before each trial, as often as checks of its first calls may take memory.
+        In a first call, imports and compilation allocate memory that stays. A block whose attribute ``allocations``
+        counts the memory of another library is called with all samples, before each trial, ``allocations.looks`` times:
+        in so many first calls an adapter may check the block, which takes memory.
         """
         if hasattr(computing, "allocations"):
             for _ in range(computing.allocations.looks):
@@ -778,7 +780,7 @@ def _try_blocks(
 
 
 def field_extents(model: BlockModel, axes: int, sample: TrialSample) -> FieldExtents:
-    """Run each block of a model once, on whole fields of so many axes of space, to know how large its fields are.
+    """Run each block of a model once, on whole fields with ``axes`` axes of space, to know how large its fields are.
 
     Not collective.
 
@@ -825,7 +827,7 @@ def _local(
 
 
 class _BorderArray(NamedTuple):
-    """Describe an array that blocks pass on: the first border ([Note: borders]), the position there, the bytes."""
+    """Describe an array that blocks pass on: its first border ([Note: borders]), its position there, its bytes."""
 
     border: int
     position: int
@@ -887,7 +889,7 @@ class ChunkActivations:
         return tuple(_bytes_of(saved, number) for number in range(len(self._arrays)))
 
     def _saved_by(self, number: int, trial: BlockTrial) -> set[_BorderArray]:
-        """Return the arrays of the borders before and after block ``number`` that its cache keeps (see ``trial``)."""
+        """Return those arrays of the borders before and after block ``number`` that its cache kept in ``trial``."""
         sides = zip(self._arrays[number : number + 2], (trial.saved.input, trial.saved.output), strict=True)
         return {array for arrays, saved in sides for array, keeps in zip(arrays, saved, strict=True) if keeps}
 
@@ -904,7 +906,7 @@ class ChunkActivations:
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:
-        """For each block, the bytes that all earlier blocks keep, without its input; last, the bytes of all blocks."""
+        """For each block, the bytes that earlier blocks keep, without the block's input; last, those of all blocks."""
         each = (trial.saved.cached + border for trial, border in zip(self.trials, self._saved_borders, strict=False))
         return tuple(accumulate(each, initial=0))
 
@@ -963,7 +965,8 @@ class ActivationPeaks(NamedTuple):
     saved : int
         The most bytes that are kept for backward passes.
     caches : int
-        The most caches that are kept at the same time. There is one cache for each chunk and micro-batch.
+        The most caches that are kept at the same time. A cache is what the forward pass of one micro-batch through one
+        chunk keeps for the backward pass.
     most : int
         The most bytes in use while a block runs: those kept for backward passes, and those of the block.
     total : int

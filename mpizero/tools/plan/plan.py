@@ -11,9 +11,10 @@ backward passes. "working arrays" are the bytes needed in addition while a block
 "messages" are the additional bytes of a pipeline stage's messages in flight.
 
 If layers compute on GPUs, activations and working arrays are on the GPU. The GPU then also has copies of the parameters
-and of one unit's gradients (of all gradients, if a rank is alone in its data group). If the update runs on the GPU, it
-also has the optimizer state and the update's buffers. The host's working arrays are then only the buffer for copies
-between host and GPU and, if gradients stay on the GPU but the update runs on the host, the reduced gradient.
+and of one unit's gradients; or of all gradients, if a rank is alone in its data group and ``optimizer_device`` is not
+"cpu". If the update runs on the GPU, it also has the optimizer state and the update's buffers. The host's working
+arrays are then only the buffer for copies between host and GPU and, if gradients stay on the GPU but the update runs on
+the host, the reduced gradient.
 """
 
 from __future__ import annotations
@@ -226,7 +227,8 @@ class RankMemory:
 
         A row is an array that holds a gradient or a partial sum. A reduce-scatter buffer holds the gradients that the
         node's ranks computed for one or two units. The stack keeps partial sums from round to round. In both cases the
-        buffer in which micro-batches are added is included, or with rows the scratch array for one block's gradients.
+        buffer in which gradients of micro-batches are added is included, or with rows the scratch array for one block's
+        gradients.
         """
         traffic, shards = self.traffic, self.traffic.part.shards
         step, grid = traffic.training.step, traffic.grid
@@ -285,7 +287,7 @@ class RankMemory:
         return self.traffic.part.layout.largest_frozen * self._item
 
     def _exchange_buffers(self) -> int:
-        """Return the bytes of the buffers that the messages of gradients need, for each of the segments in flight."""
+        """Return the bytes of the buffers for messages of gradients; each segment in flight has buffers of its own."""
         reductions, replications = self.traffic.reductions, self.traffic.replications()
         segments = [segment for cost in reductions for segment in cost.buffers]  # those of parameters need no buffers
         first = [segment for cost in replications for segment in cost.buffers]
@@ -334,7 +336,8 @@ class RankPlan:
     operations : int or None
         The rank's floating-point operations in a step; None if a layer does not count its operations.
     caches : int
-        The most caches that the rank holds at the same time. There is one cache for each chunk and micro-batch.
+        The most caches that the rank holds at the same time. A cache is what the forward pass of one micro-batch
+        through one chunk keeps for the backward pass.
     """
 
     rank: int
@@ -402,7 +405,7 @@ class TrainingPlan:
     message : callable
         Function that returns the seconds that a message of the given number of bytes takes from one stage to the next.
     tries : bool
-        Whether blocks run. If not, only :meth:`allocated` and :attr:`simulation` are available, without delay.
+        Whether blocks run. If not, only :meth:`allocated` and :attr:`simulation` can be used; they take little time.
 
     Raises
     ------
@@ -499,7 +502,7 @@ class TrainingPlan:
     def allocated(self, rank: int) -> tuple[dict[str, MemoryBytes], dict[str, int]]:
         """Return the memory of one rank by part, on the host and on its GPU, as in :class:`RankPlan`. Not collective.
 
-        If ``tries`` is False, activations, working arrays, messages and group buffers are left out.
+        If ``tries`` is False, activations, messages and group buffers are left out, and the working arrays of blocks.
         """
         traffic = self.traffic(rank)
         holdings = RankMemory(traffic, self._flow(traffic))
@@ -517,11 +520,11 @@ class TrainingPlan:
         return self._traffic[rank]
 
     def _training_on(self, grid: PlannedGrid) -> PlannedTraining:
-        """Return :attr:`training`; with a domain, with the bytes of the parts of fields of the rank of ``grid``."""
+        """Return :attr:`training`; with a domain, with the bytes of the boxes of fields of the rank of ``grid``."""
         if not (domain := self.parallel_layout.domain):
             return self.training
         tree = SampleTree.of(**dict(zip("xy", Slab(Cut(domain), grid.context.rank).of((self.x, self.y)), strict=True)))
-        # What ranks tell of each field, as in check_slabs of sharding/batch.py: checksum, samples, extents.
+        # What ranks tell each other of a field, as in check_slabs of sharding/batch.py: checksum, samples, extents.
         described = sum(8 * (2 + len(domain)) for leaf in tree.leaves if leaf.ndim > len(domain))
         sizes = tuple(leaf[:1].nbytes for leaf in tree.leaves)
         return replace(self.training, sample_bytes=sizes, slab_bytes=described)
@@ -529,7 +532,8 @@ class TrainingPlan:
     def _tensors_of(self, part: ModelPart, grid: PlannedGrid) -> TensorPlan:
         """Return the owners of the tensors of ``part`` that the optimizer updates as a whole.
 
-        The result is cached for all ranks that hold equal parts of the model, on nodes with as many ranks.
+        The result is cached, and used for all ranks that hold the same part of the model and whose data groups are
+        divided among nodes in the same way.
         """
         key = (id(part), grid.nodes)
         if key not in self._tensor_plans:

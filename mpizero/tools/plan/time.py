@@ -49,7 +49,7 @@ class MemoryPass:
     Attributes
     ----------
     name : str
-        For example "sum + AdamW".
+        Name of the pass, for example "sum + AdamW".
     reads, writes : int
         Number of arrays that a pass reads, and number that it writes.
     elements, itemsize : int
@@ -124,9 +124,10 @@ class MessageSpeed:
     where : str
         "all ranks"; for operation "one to one", "inside a node" or "between nodes".
     nbytes : int
-        Bytes of a rank's input: the whole vector of an exchange or allreduce, the rank's own part of a gather.
+        Bytes of the whole vector: of which each rank sends slices (exchange), which slices of all ranks form (gather),
+        or which is reduced (allreduce); for "one to one" the bytes of the message, for "barrier" 0.
     sent : int
-        Bytes that a rank sends to all others together.
+        Bytes that rank 0 sends to all other ranks together; for "one to one" the bytes of the message.
     seconds : Measurement
         Seconds of the slowest rank.
     """
@@ -417,7 +418,7 @@ class StepPasses:
 
     @property
     def _group(self) -> int:
-        """Number of gradient elements that this rank and its peers own; it sums these elements over its node."""
+        """Number of gradient elements that this rank and its peers own, and that this rank sums over its node."""
         gradients = self.traffic.part.shards.gradients
         return sum(sum(gradients[rank]) for rank in self.traffic.grid.inter_node_ranks)
 

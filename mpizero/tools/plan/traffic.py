@@ -99,7 +99,7 @@ class RankTraffic:
 
     @cached_property
     def updated_in_tensors(self) -> int:
-        """Number of elements that this rank updates as parts of whole tensors."""
+        """Number of elements counted in :attr:`updated` that belong to tensors which one rank updates as a whole."""
         rank = self.grid.data.rank
         return sum(move.span.size for move in self.tensors.returns[rank] if move.target == rank)
 
@@ -144,7 +144,7 @@ class RankTraffic:
 
     @property
     def _reduced(self) -> Iterator[tuple[int, int]]:
-        """The number of the round and the index of the unit of each exchange of gradients in rounds, in order."""
+        """For each exchange of gradients in rounds, in order, the number of its round and the index of its unit."""
         accumulate = self.training.config.accumulate
         of_chunk = {c: self.part.layout.units_of(self.part.blocks(c)) for c in self.part.partitioned.chunks}
         for kind, chunk, micro in self.program:
@@ -163,7 +163,7 @@ class RankTraffic:
 
     @cached_property
     def _forms(self) -> tuple[tuple[Codec | None, list[list[int]]], ...]:
-        """For each codec (None: uncompressed), the number of gradient elements of each peer and unit."""
+        """For each codec (None: uncompressed), the number of gradient elements that it encodes, by peer and unit."""
         codec, every = self.training.codec, [list(self.part.shards.gradients[r]) for r in self.grid.inter_node_ranks]
         if codec is None:
             return ((None, every),)
@@ -229,7 +229,7 @@ class RankTraffic:
         return [gather_cost(totals, peer, training.itemsize, codec, training.bucket) for codec, totals in forms]
 
     def parameter_gathers(self) -> list[ExchangeCost]:
-        """Return the costs of the all-gathers that send updated parameters to their copies. Not collective."""
+        """Return the costs of the all-gathers that send updated parameters to peers with copies. Not collective."""
         grid = self.grid
         group, ranks = (grid.replicas, grid.replica_ranks) if self.sharded else (grid.inter_node, grid.inter_node_ranks)
         spans = [self.part.shards.shards[rank].spans for rank in ranks]
@@ -261,8 +261,8 @@ class RankTraffic:
     def _whole_tensors(self) -> Sent:
         """Return the messages for tensors that one rank updates as a whole.
 
-        They carry gradients, and sharded parameters, to that rank, updated values back, and one flag of all ranks:
-        whether any has failed.
+        They carry gradients, and sharded parameters, to that rank, updated values back, and a flag that is reduced over
+        all ranks: whether any has failed.
         """
         if not self.training.optimizer.needs_whole_tensors:
             return Sent()

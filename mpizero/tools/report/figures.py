@@ -62,7 +62,7 @@ def listed(items: Iterable[str]) -> Markup:
 
 
 def breakable(text: str) -> Markup:
-    """Return the text with permitted line breaks after "/" and "_" and inside hashes, but not inside words."""
+    """Return the text as HTML; inside its words, lines may only be broken after "/" and "_" and inside hashes."""
     if isinstance(text, Markup):
         return text
     hashed = _HASH.sub(lambda match: "<wbr>".join(re.findall(".{16}", match[0])), joined([text]))
@@ -269,7 +269,7 @@ MOST_POINTS, GROUPS = 1000, 500
 MOST_MARKERS = 200
 #: An axis is logarithmic if the ratio of the 99th to the first percentile of its values exceeds this number.
 _WIDE = 50.0
-#: Steps are on a logarithmic axis if the last steps of the longest and the shortest curve exceed this ratio.
+#: Steps are on a logarithmic axis if the last step of the longest curve exceeds that of the shortest by this factor.
 _UNEVEN = 10.0
 #: A logarithmic axis leaves out the fraction _OUTER of the least values if the least is _FAR times below the others.
 _OUTER, _FAR = 0.005, 10.0
@@ -593,7 +593,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def described_layout(start: SessionStart) -> str:
-    """Return the layout in words, such as "8 ranks: 2 stages x 2 tensor parts x 2 replicas, zero2, 1 node"."""
+    """Return the layout in words, such as "8 ranks: 2 stages x 2 tensor parts x 2 replicas, zero2, on 1 node"."""
     names = {"pipeline": "stages", "tensor": "tensor parts", "context": "context parts", "data": "replicas"}
     if cut := start.layout.get("domain"):
         names["context"] = f"boxes of space ({' x '.join(map(str, cut))})"

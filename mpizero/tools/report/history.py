@@ -35,7 +35,7 @@ SILENT, _LONG = 300.0, 10
 
 
 class Skip(NamedTuple):
-    """Hold a skipped step: its message ("" if the run ended before writing one), and its event if there is one."""
+    """Hold a skipped step: its message ("" if the run ended before writing one), and its recorded event, or None."""
 
     step: int
     message: str
@@ -50,9 +50,9 @@ class Skip(NamedTuple):
 class Resume(NamedTuple):
     """Hold a resume: its first step, the sessions before and after, and which steps were repeated.
 
-    ``repeated`` has the first and the last step that had been done before the resume; None if there are none.
-    ``again`` is the number of these steps that have been repeated so far, and ``same`` tells whether their losses are
-    the same, bit for bit.
+    ``repeated`` has the first and the last of the steps that had been done after the checkpoint, and that the run
+    therefore does again; None if there are none. ``again`` is the number of these steps that have been repeated so far,
+    and ``same`` tells whether their losses are the same, bit for bit.
     """
 
     first: int
@@ -88,7 +88,7 @@ class RunHistory:
 
     @property
     def start(self) -> SessionStart | None:
-        """The description of the training in its last session."""
+        """The record of how the last session was started; None if there is none."""
         return next((session.start for session in reversed(self.sessions) if session.start), None)
 
     @property
@@ -494,7 +494,7 @@ def described_skip(skip: Skip) -> str:
 
 
 def reason(skip: Skip) -> str:
-    """Return why a step was skipped, and the range of its samples in the global batch."""
+    """Return why a step was skipped, and for which range of samples in the global batch."""
     if skip.message or skip.event is None or not skip.event.found:
         return skip.message or "a value was not finite, in some samples"
     one = skip.event.found[0]

@@ -95,7 +95,7 @@ def bytes_column(values: Sequence[float]) -> tuple[str, list[str]]:
 
 
 def _formatted(values: Sequence[float], scale: float) -> list[str]:
-    """Format numbers so that the largest has four digits or more; a value too small for the last digit gets "< "."""
+    """Format numbers so that the largest has four digits or more; one that would round to 0 becomes "< 0.001", say."""
     largest = max(values, default=0.0) / scale
     digits = min(4, max(0, 3 - math.floor(math.log10(largest)))) if largest > 0 else 0
     least = 10.0**-digits
@@ -262,9 +262,9 @@ def _cells(sizes: Sequence[int | None]) -> tuple[str, list[str]]:
     return unit, ["-" if size is None else text for size, text in zip(sizes, texts, strict=True)]
 
 
-#: How records begin that say that results are exact.
+#: Beginning of a record that says that results are exact.
 _BITS = "the bits of one process"
-#: Resumes that are described one by one.
+#: The most resumes that are described one by one.
 _MOST_RESUMES = 24
 #: Names of facts about the environment: in the records, and on the page.
 _FACTS = {
@@ -429,14 +429,14 @@ def environment(start: SessionStart) -> dict[str, str]:
 
 
 def configuration(history: RunHistory) -> Markup:
-    """Return a folded table of all settings of a run's last session; empty without a record."""
+    """Return a folded table of all settings of a run's last session; empty if they are not recorded."""
     chosen = settings(history.start)
     title = f"{len(chosen)} settings{of_last_session(history)}"
     return folded(title, table(title, ("setting", "value"), sorted(chosen.items()))) if chosen else Markup("")
 
 
 def settings(start: SessionStart | None) -> dict[str, str]:
-    """Return all settings of a configuration by name, as text; empty without a record."""
+    """Return all settings of a session by name, as text; empty if the session's start is not recorded (None)."""
     return {} if start is None else {name: setting_text(value) for name, value in flat(start.config).items()}
 
 

@@ -280,7 +280,7 @@ def _wrapped(lines: list[str], width: int, *, ascii_only: bool) -> list[str]:
 
 
 def _bar(history: RunHistory, width: int) -> str:
-    """Return the progress of a run as a bar, with the time left at the present speed."""
+    """Return the progress of a run as a bar, with the time left at the mean speed since the last session's start."""
     if not history.planned:
         return ""
     fraction = min(1.0, history.done / history.planned)

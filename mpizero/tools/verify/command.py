@@ -52,7 +52,8 @@ SAMPLES = 2
 def verify(config: RunConfig, comm: Communicator, options: argparse.Namespace) -> int:
     """Compare the layouts that the options name, print the verdicts on rank 0, and return the exit status.
 
-    The status is 0 if all layouts agree with one process, else 1. Collective over ``comm``.
+    Before that, the model itself is checked; if it is wrong, no layout is compared. The status is 0 if the model is
+    right and all layouts agree with one process, else 1. Collective over ``comm``.
     """
     check_option("--steps", options.steps, whole(1))
     if options.tolerance is not None and not 0 <= options.tolerance < 1:

@@ -1,11 +1,11 @@
 """Run a training on several parallel layouts, as threads or on ranks of a communicator, and compare with one process.
 
-:class:`Vectors` compares a quantity of the whole model, such as the gradient, and locates the first element that
-differs, without communication. :class:`ObservedTraining` runs one training, and returns what each step computes.
-:class:`TrainingPair` compares a layout with one process step by step, and explains the first difference.
-:func:`compare_layouts` compares every layout. First it trains in one process, and keeps the numbers and hashes of this
-training in a :class:`ReferenceTrace`. A :class:`LayoutComparison` compares a layout with this trace, and makes a
-:class:`TrainingPair` only to explain a difference, or if the layout rounds differently than one process.
+:class:`Vectors` compares a quantity of the whole model, such as the gradient, and :func:`difference` describes the
+first element that differs; both without communication. :class:`ObservedTraining` runs one training, and returns what
+each step computes. :class:`TrainingPair` compares a layout with one process step by step, and explains the first
+difference. :func:`compare_layouts` compares every layout. First it trains in one process, and keeps the numbers and
+hashes of this training in a :class:`ReferenceTrace`. A :class:`LayoutComparison` compares a layout with this trace, and
+makes a :class:`TrainingPair` only to explain a difference, or if the layout rounds differently than one process.
 
 [Note: following] Some layouts with tensor or context groups, such as groups of 3 ranks, add in an order that one
 process cannot reproduce, and an optimizer such as Adam amplifies the rounding differences from step to step. For these
@@ -154,8 +154,9 @@ class TrainingTask:
 class TrainingState(NamedTuple):
     """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
 
-    ``slots`` has the optimizer's arrays by name, such as "exp_avg", in the layout of :func:`slot_entries`.
-    ``step_count`` is the optimizer's step number, ``progress`` the saved state of a full-batch method such as L-BFGS.
+    ``slots`` has the optimizer's arrays by name, such as "exp_avg"; :func:`slot_entries` says where each tensor lies in
+    one. ``step_count`` is the optimizer's step number, ``progress`` the saved state of a full-batch method such as
+    L-BFGS.
     """
 
     parameters: Array
@@ -570,7 +571,7 @@ class TrainingPair:
         return self.rounding.same(actual, expected)
 
     def _first(self, pairs: Sequence[Vectors], *, backward: bool = False) -> LocatedDifference | None:
-        """Return the first tensor in which one of ``pairs`` differs, or None; with ``backward``, the last one."""
+        """Return the first tensor that differs in one of ``pairs``, or None; with ``backward``, the last such one."""
         for vectors in pairs:
             entries = self.entries if vectors.entries is None else vectors.entries
             masks = [(entry, mask) for entry in entries if (mask := vectors.mask(entry)).any()]
@@ -579,7 +580,7 @@ class TrainingPair:
         return None
 
     def _slot(self, slot: str, actual: Array, expected: Array, bound: float | None) -> Vectors:
-        """Return what is compared of an optimizer array: by parameter, if it has an element for each of theirs."""
+        """Return the values of an optimizer array, by parameter, or by tensors of its own if it has other sizes."""
         has_entries = slot not in self.training.updater.optimizer.slots
         return Vectors(
             slot_name(slot), actual, expected, bound, slot_entries(self.training.engine, slot) if has_entries else None
@@ -749,7 +750,7 @@ def _losses(grains: list[dict[int, float]]) -> dict[int, tuple[float, int]]:
     return {grain: (loss, rank) for rank, known in enumerate(grains) for grain, loss in known.items()}
 
 
-#: A function ``progress(layout, step)`` that is called on rank 0 after every step.
+#: A function ``progress(layout, step)`` that is called on rank 0 at the start (``step`` 0) and after every step.
 Progress = Callable[[str, int], None]
 
 
@@ -808,7 +809,8 @@ def compare_layouts(
         computes it from the dtype and the length of sums: 16 epsilon for every doubling of the length. With ``wire``
         gradients may differ by 2^-7 more for each time that they are rounded.
     progress : callable or None
-        ``progress(layout, step)`` is called on rank 0 after every step.
+        ``progress(layout, step)`` is called on rank 0, with ``step`` 0 if the start values agree, and after each step
+        that agrees.
     **settings
         Settings of :class:`~mpizero.Config`: ``micro_batch``, ``clip``, ...; and ``timeout`` of the mesh.
 
@@ -926,7 +928,8 @@ def _run(comparison: LayoutComparison, world: Communicator | None) -> Verdict:
 def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _silent) -> ReferenceTrace:
     """Train in one process, and return the numbers and hashes that layouts with the same tiles are compared with.
 
-    Not collective. ``alone`` is the layout of the one process. ``tell("one process", step)`` is called after each step.
+    Not collective. ``alone`` is the layout of the one process. ``tell("one process", step)`` is called after each step,
+    and with ``step`` 0 before the first one.
     """
     started = time.monotonic()
     with placed(task, "self", alone) as training:
@@ -956,7 +959,8 @@ def _observed(training: ObservedTraining) -> tuple[float | None, float | None, d
 class LayoutComparison(NamedTuple):
     """Compare one layout with one process: bit by bit, or within a tolerance if ``rounding`` has one.
 
-    ``trace`` is the training in one process. ``tell(layout, step)`` is called on rank 0 after each step that agrees.
+    ``trace`` is the training in one process. ``tell(layout, step)`` is called on rank 0 like ``progress`` of
+    :func:`compare_layouts`.
     """
 
     task: TrainingTask

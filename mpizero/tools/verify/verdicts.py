@@ -95,12 +95,15 @@ class Layout:
         return self if self.parallel.tiles is not None else Layout(replace(self.parallel, tiles=tiles))
 
     def rounds(self, accumulate: int) -> bool:
-        """Tell whether the layout rounds differently than one process, for every model."""
+        """Tell whether the layout adds in an order that one process cannot reproduce, whatever the model is.
+
+        ``accumulate`` is the number of micro-batches in a grain.
+        """
         return bool(within_rounding(self.parallel.parallel_layout(), None, accumulate=accumulate))
 
     @property
     def alone(self) -> Layout:
-        """The layout with a single process, with which this layout is compared; it has as many tiles if possible."""
+        """The layout of the one process to compare with; it has this layout's tiles if one process can have them."""
         tiles = self.parallel.tiles
         if tiles is None:
             sizes = {axis: getattr(self.parallel, axis) for axis in TILED_AXES}
@@ -319,7 +322,7 @@ class Verdict:
     ranks, steps : int
         Number of the layout's ranks, and number of steps that agreed.
     sha256 : str
-        Hash of the parameters after the last step.
+        Hash of the parameters after the last step that was done; a step that differs is the last one.
     seconds : float
         Seconds that the comparison took.
     tolerance : float or None
@@ -638,7 +641,8 @@ def diagnose_norm(
 def diagnose_clipped(actual: Array, before: Array, expected: Array, rounding: Rounding) -> Diagnosis:
     """Find the probable cause of a clipped gradient that differs although gradient and norm are the same.
 
-    The arrays have the differing elements: clipped in the layout, before clipping, and clipped in one process.
+    The arrays have the differing elements: ``actual`` after clipping in the layout, ``before`` before clipping,
+    ``expected`` after clipping in one process.
     """
     if np.array_equal(actual, before):
         return Diagnosis("a missed clip: these elements are as they were before clipping")
@@ -735,10 +739,11 @@ def _skipped(evidence: GradientEvidence) -> bool:
 
 
 def _wrong_count(what: str, factor: float, counts: Mapping[str, int], rounding: Rounding) -> Diagnosis:
-    """Name the wrong count by which a sum was divided, if ``factor`` is one of ``counts`` or a ratio of two.
+    """Name the wrong count by which a sum was divided, if ``factor`` is one of ``counts``, an inverse or a ratio.
 
-    Otherwise return a diagnosis without a cause, whose pattern gives the factor. ``factor`` is the found value divided
-    by the right value; ``what`` is the value's name, such as "the loss".
+    An inverse is 1 divided by one of ``counts``, a ratio is one of them divided by another. Otherwise return a
+    diagnosis without a cause, whose pattern gives the factor. ``factor`` is the found value divided by the right value;
+    ``what`` is the value's name, such as "the loss".
     """
     pattern = f"{what} is {_times(factor)} what it must be"
     for size in sorted(set(counts.values()) - {1}):
