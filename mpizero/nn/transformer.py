@@ -384,8 +384,9 @@ Part = tuple[slice, slice]
 class BatchedHeads:
     """Compute attention for one group of heads after the other, forward and backward, in memory that is reused.
 
-    A group, here a ``Part``, is a range of the samples and a range of the heads. The heads are copied to contiguous
-    memory. Strided views would need no copy, but the BLAS takes twice as long for their products.
+    A group, here a ``Part``, is a range of the samples and a range of the heads. ``apart`` (3, samples, heads, length,
+    dim / heads) is the memory to which the queries, keys and values are copied, so that each head is contiguous.
+    Strided views would need no copy, but the BLAS takes twice as long for their products.
     """
 
     def __init__(self, apart: Array, scale: float, dropout: Dropout, run: Run, first_head: int) -> None:
@@ -584,7 +585,10 @@ class Heads(NamedTuple):
         return temporary(memory_size(self.length, self.size, self.qkv.itemsize), self.qkv.dtype)
 
     def run(self, task: Callable[[int, int], None], operations: int) -> None:
-        """Call ``task(start, stop)`` for ranges of all heads, in a number of threads that depends on ``operations``."""
+        """Call ``task(start, stop)`` for ranges of the :attr:`pairs`; from ``operations`` follows the number of threads.
+
+        ``operations`` is the number of floating-point operations of all tasks together.
+        """
         pairs = self.pairs
         if (threads := min(threads_for(operations), pairs)) <= 1:
             task(0, pairs)
@@ -593,7 +597,10 @@ class Heads(NamedTuple):
 
 
 def kernel_attention(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | None]:
-    """Return the weighted sums of the values (samples, length, dim), and the attention probabilities if ``keep``."""
+    """Return the weighted sums of the values (samples, length, dim), and the attention probabilities or None.
+
+    The probabilities are returned if ``keep`` is True.
+    """
     from mpizero.kernels.attention import causal_attention
 
     mixed = heads.room(heads.pairs * heads.length * heads.size)
@@ -976,7 +983,7 @@ class TransformerBlockBase(Composite, SequenceLayer):
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
     def _joined(self, branch: Array, bias: Array | None, dropout: Dropout, stream: Array, run: Run) -> Array:
-        """Return dropout of ``branch + bias``, plus the residual stream, computed in the memory of ``branch``."""
+        """Return the residual ``stream`` plus dropout of ``branch + bias``; ``branch`` may be overwritten."""
         if bias is None or dropout.drops(branch, run):
             if bias is not None:
                 add_bias(branch, bias)
