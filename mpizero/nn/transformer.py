@@ -585,9 +585,9 @@ class Heads(NamedTuple):
         return temporary(memory_size(self.length, self.size, self.qkv.itemsize), self.qkv.dtype)
 
     def run(self, task: Callable[[int, int], None], operations: int) -> None:
-        """Call ``task(start, stop)`` for ranges of the :attr:`pairs`; from ``operations`` follows the number of threads.
+        """Call ``task(start, stop)`` for ranges of the :attr:`pairs`, in several threads if that pays.
 
-        ``operations`` is the number of floating-point operations of all tasks together.
+        ``operations``, about the number of floating-point operations of all ranges, decides how many threads.
         """
         pairs = self.pairs
         if (threads := min(threads_for(operations), pairs)) <= 1:
