@@ -791,7 +791,7 @@ class Residual(Composite):
         return y + namespace(y).asarray(other, y.dtype), (caches,)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``, the sum over both summands, and what :meth:`backward_weights` needs."""
+        """Return the gradient of ``x``, added up over both branches, and what :meth:`backward_weights` needs."""
         gradients, pendings = [], []
         for (name, child), child_cache in zip(self.children().items(), cache[0], strict=True):
             dx, pending = child.backward_input(params.get(name, {}), child_cache, dy)

@@ -1,4 +1,4 @@
-"""Define what a user's own layers need in a domain: moves of parts of fields, sums over space, and their adjoints.
+"""Define functions for a user's own layers of fields: they move parts between ranks and sum over space; and adjoints.
 
 A layer whose fields may be cut over ranks has a method ``domain_form(domain)``, which returns the layer for a rank's
 part of the field; it gives ``domain`` as ``group`` to the functions of this module. ``group=None`` means that one rank

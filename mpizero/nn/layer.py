@@ -137,9 +137,8 @@ class Layer(ABC):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return one sample's output shape from one sample's input shape.
 
-        The default returns the input's shape, unless the layer has children and does not define :meth:`operations`.
-        Such a layer runs :meth:`forward` once on zeros; the default returns the shape of this run's output, or the
-        input's shape if the run fails.
+        The default returns the input's shape, but if the layer has children and does not define :meth:`operations`, it
+        runs :meth:`forward` once on zeros, and returns the output's shape (the input's shape if the run fails).
         """
         if type(self).operations is Layer.operations and self.children():
             with suppress(NotImplementedError):

@@ -540,7 +540,7 @@ class MLP:
     def blocks(self) -> dict[str, Sequential]:
         """The blocks by name, in the order in which they run."""
         widths = (self.features, *self.hidden)
-        gain = 1.0 if self.activation == "tanh" else 2.0  # He et al., 2015: the other activations about halve squares
+        gain = 1.0 if self.activation == "tanh" else 2.0  # He et al., 2015: the others about halve the variance
         blocks = {}
         for i, (inputs, outputs) in enumerate(zip(widths, self.hidden, strict=False)):
             linear = Linear(inputs, outputs, init=Init("normal", math.sqrt(gain / inputs)), input_gradient=i > 0)

@@ -83,7 +83,7 @@ class Space:
     ) -> Array:
         """Return the part of a field at the positions that this rank wants. Collective.
 
-        The result is ``x`` itself, if contiguous, where every rank wants just the positions that it has.
+        If every rank wants just the positions that it has, the result is ``x`` itself, or a contiguous copy.
 
         Parameters
         ----------
@@ -215,7 +215,7 @@ class FieldLayer(Layer):
         return WHOLE
 
 
-#: For how many calls of layers a domain remembers the extents of the input at most.
+#: Largest number of calls of layers for which a domain remembers the extents of the input.
 _MOST_KNOWN = 1 << 14
 
 
@@ -248,7 +248,7 @@ class Domain(Space):
         return self.cut
 
     def extents(self, x: Array, owner: object, settings: str = "") -> tuple[int, ...]:
-        """Return the extents of the whole field, of which ``x`` is this rank's part, given to the layer ``owner``.
+        """Return the extents of the whole field of which ``x``, the input of layer ``owner``, is this rank's part.
 
         ``owner`` may be a function's name in place of a layer; then the ranks always ask each other, also whether all
         have called the function with the same ``settings``, dtype, and numbers of samples and channels.

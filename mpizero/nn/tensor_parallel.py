@@ -644,7 +644,7 @@ class SplitAttention(AttentionBase):
 
     @cached_property
     def local_heads(self) -> tuple[CausalSelfAttention, int]:
-        """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
+        """A layer that computes the attention of this rank's heads, and the number of the first of them in all heads.
 
         Only the attention of the returned layer is used, not its linear maps.
         """

@@ -466,7 +466,10 @@ class BatchedHeads:
         return blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_DEVICE)
 
     def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
-        """Add ``bias`` to ``qkv[some]``, and write its queries, keys and values, head by head, to ``self.apart``."""
+        """Write the queries, keys and values of ``qkv[some] + bias`` to ``self.apart``, head by head.
+
+        If ``bias`` is None, nothing is added; ``qkv`` does not change.
+        """
         rows = _rows(qkv[some])
         self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
 
@@ -652,7 +655,7 @@ class AttentionBase(Composite, Affine, SequenceLayer):
     @property
     @abstractmethod
     def local_heads(self) -> tuple[CausalSelfAttention, int]:
-        """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
+        """A layer that computes the attention of this rank's heads, and the number of the first of them in all heads.
 
         Only the attention of the returned layer is used, not its linear maps.
         """

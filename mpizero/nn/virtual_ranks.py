@@ -176,7 +176,7 @@ def _location(coroutine: greenlet) -> str:
 
 
 class _Call(NamedTuple):
-    """Describe one tile's call of a collective: its name, settings that are equal for all tiles, and its arrays."""
+    """Describe one tile's call of a collective: name, settings (which must be the same for all tiles), and arrays."""
 
     kind: str
     settings: tuple[Any, ...]
@@ -967,7 +967,10 @@ class TiledLoss:
         return _tree_sum([row[0] for row in rows]), _tree_sum([row[1] for row in rows]), [cache for *_, cache in passes]
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Return ``scale`` times the gradient of the loss sum with respect to this rank's part of the prediction."""
+        """Return ``scale`` times the gradient of the loss sum with respect to this rank's part of the prediction.
+
+        Not collective.
+        """
         gradients = run_in_turns([partial(loss.backward, c, scale) for loss, c in zip(self.losses, cache, strict=True)])
         gradient: Array = self.grid.join(gradients, self.axis)
         return gradient
