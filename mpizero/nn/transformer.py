@@ -3,8 +3,8 @@
 :class:`CausalSelfAttention` (Vaswani et al., 2017) is computed by the kernels of :mod:`mpizero.kernels.attention` on
 CPUs, in this rank's threads (:func:`kernel_attention`). On GPUs, and with dropout, it is computed by batched products
 that skip most of the masked scores (:class:`BatchedHeads`): a few samples or heads at a time, so that their scores stay
-in the CPU's cache. Classes whose names end in ``Base`` have the code that a layer shares with its split form. The head
-is the last block of a language model, which computes logits of its vocabulary.
+in the CPU's cache. Classes whose names end in ``Base`` have the code that a layer shares with its split form. The head,
+the last block of a language model, computes the logits of the vocabulary.
 """
 
 from __future__ import annotations
