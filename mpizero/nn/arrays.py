@@ -35,7 +35,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], o
     """Return the product of two matrices, written to ``out`` if that is given.
 
     NumPy arrays are multiplied by :mod:`mpizero.kernels.matmul`, and arrays on a GPU by :mod:`mpizero.kernels.gpu`.
-    During long products of NumPy arrays ``between``, such as a poll of messages, is called repeatedly.
+    ``between``, a function that polls messages, for example, is called repeatedly during long products of NumPy arrays.
     """
     if isinstance(a, np.ndarray):
         return host_products.matmul(a, b, out, between)
@@ -54,7 +54,8 @@ def operand(x: Array) -> Any:
 def multiply(a: Any, b: Any, out: Array) -> None:
     """Write the batched matrix product ``a @ b``, over the last two axes, to ``out``.
 
-    ``a`` and ``b`` were returned by :func:`operand`. The three have the same other axes.
+    ``a`` and ``b`` were returned by :func:`operand`. All axes before the last two are the same in ``a``, ``b`` and
+    ``out``.
     """
     if isinstance(out, np.ndarray):
         for place in np.ndindex(out.shape[:-2]):
@@ -224,10 +225,10 @@ StartValues = Callable[[ParameterSpec, int, int, Array], None]
 def start_values_of(model: Any) -> StartValues:
     """Return a function that writes any range of a parameter's start values. Not collective.
 
-    For a model of blocks, start values are computed from ``spec.init``, unless the model has an attribute
-    ``start_values`` (a mapping from global names to arrays of the parameters' shapes) with the parameter's name. The
-    attribute is read once, in this call, so it may be a property that makes new arrays. A functional model (one
-    function) has the arrays in ``start_values`` or in ``parameters``.
+    For a model of blocks, start values are computed from ``spec.init``, unless the model's attribute ``start_values``
+    (a mapping from global names to arrays of the parameters' shapes) has an array for the parameter. The attribute is
+    read once, in this call, so it may be a property that makes new arrays. If a functional model (one function) has no
+    ``start_values``, the arrays in its attribute ``parameters`` are the start values.
     """
     start_values = getattr(model, "start_values", None)
     if start_values is None:
@@ -287,8 +288,8 @@ def initial_values(spec: ParameterSpec, seed: int, start: int, stop: int, out: A
         _fill_part(spec, spec.part, fill, start, out)
 
 
-#: Number in the key of random start values. The parameter's name is already in the key, so all parameters use the same
-#: number.
+#: Second number that random start values depend on, besides the key. The parameter's name is already in the key, so all
+#: parameters use the same number.
 _SITE = 0
 
 #: ``fill(start, out)`` writes the values of a parameter from element ``start`` on.

@@ -102,9 +102,9 @@ class Tile(NamedTuple):
 class Zigzag:
     """Cut a sequence into 2 * ranks chunks of about equal length; rank r holds chunks r and 2 * ranks - 1 - r.
 
-    The chunks are the shards of a :class:`~mpizero.layout.flat.Partition`. With this cut all ranks compute about as
-    many unmasked scores, in total and also with the keys of any one rank (in one step of ring attention). The counts of
-    positions on two ranks differ by one at most.
+    The chunks are the shards of a :class:`~mpizero.layout.flat.Partition`. With this cut the numbers of unmasked scores
+    that ranks compute are about equal, both in total and in each step of ring attention, that is, with the keys of one
+    rank. The numbers of positions that two ranks hold differ by one at most.
 
     Parameters
     ----------
@@ -385,7 +385,7 @@ class _Saved(NamedTuple):
     maxima, reciprocals : Array
         For each query and head the greatest score, and the reciprocal of the sum of the exponentials.
     run : Run
-        The argument ``run`` of the forward pass.
+        The argument ``run`` of the forward pass, with the length of whole sequences and this rank's positions.
     first_head : int
         Number of the first head in the whole layer.
     """
@@ -400,7 +400,7 @@ class _Saved(NamedTuple):
 
 #: Largest number of scores computed at once, for as many samples as fit: 2 MiB of float32 stay in a core's cache.
 SCORES = 1 << 19
-#: Pairs of some samples and a tile.
+#: Pairs of a range of samples and a tile.
 _Parts = Iterator[tuple[slice, Tile]]
 
 
@@ -588,7 +588,7 @@ def cut_layer(layer: Layer, form: Callable[..., L], group: Group) -> L:
 
 @dataclass(frozen=True)
 class PartLoss:
-    """Compute an element loss at this rank's positions of every sequence; the ranks' losses add up to the whole.
+    """Compute an element loss at this rank's positions of every sequence; the sum over the ranks is the whole loss.
 
     Parameters
     ----------
@@ -630,8 +630,8 @@ def cut_batch(x: Any, y: Any, group: Group, tiles: int | None = None) -> tuple[A
     group : Group
         The context group.
     tiles : int, optional
-        Number T of tiles, a multiple of the group's size. A rank gets the positions that T / size neighbouring ranks of
-        a group of T ranks would get, one rank's after the other's. The default is the group's size.
+        Number T of tiles, a multiple of the group's size. In a group of T ranks, T / size neighbouring ranks would get
+        the positions that one rank gets here, in the order of those ranks. The default is the group's size.
 
     Returns
     -------

@@ -2,7 +2,7 @@
 
 :class:`Conv` and :class:`ConvTranspose` are made of the same three functions. :func:`_convolve` computes each position
 of the result from a window of the input, :func:`_convolve_adjoint` is the adjoint of that, and
-:meth:`_Window._weight_gradients` sums over space. No matrix of columns is formed; the sums are those of
+:meth:`_Window._weight_gradients` sums over space. No matrix of columns (im2col) is formed; the sums are computed by
 :mod:`mpizero.kernels.convolution`. So the bits of an element of the output, or of the gradient of the input, do not
 depend on which other elements are computed with it; and gradients of weights are sums over spatial tiles, added by the
 binary tree (:mod:`mpizero.layout.fields`).
@@ -87,7 +87,7 @@ class _Window(FieldLayer):
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """By axis, the number of positions of a window before the position itself."""
+        """By axis, the number of positions put before the field."""
         modes = self._by_axis("padding")
         return tuple(0 if mode == "none" else reach // 2 for mode, reach in zip(modes, self.reach, strict=True))
 
@@ -128,10 +128,10 @@ class _Window(FieldLayer):
     ) -> tuple[Array, Array]:
         """Return this rank's shares of the gradients of weight and bias. Collective if space is cut.
 
-        The gradient of the weight is, for each group, the sum over space of the windows of ``x``, padded already, times
-        ``dy``: (groups, taps * channels of x, channels of dy). That of the bias is the sum of ``outer`` over space,
-        (outputs,), or empty without a bias. ``extents`` are those of the whole field of ``dy``, ``finest`` those of the
-        whole field of ``outer``.
+        The gradient of the weight is, for each group, the sum over samples and space of the windows of ``x``, padded
+        already, times ``dy``: (groups, taps * channels of x, channels of dy). The gradient of the bias is the sum of
+        ``outer``, the gradient of the layer's output, over samples and space: (outputs,), or empty without a bias.
+        ``extents`` are those of the whole field of ``dy``, ``finest`` those of the whole field of ``outer``.
         """
         steps, origin, counts = self._by_axis("stride"), (0,) * len(self.kernel), dy.shape[1:-1]
         taps = [range(0, reach + 1, d) for reach, d in zip(self.reach, self._by_axis("dilation"), strict=True)]
@@ -150,13 +150,17 @@ class _Window(FieldLayer):
         return share[:size].reshape(shape), share[size:]
 
     def _ends(self, axis: int, space: Sequence[int]) -> list[int]:
-        """Return how many positions of an axis the first rank along it has, and how many the last."""
+        """Return how many positions the first rank along an axis has, and how many the last, of ranks that have any."""
         starts = self._space.cut_of(len(space)).starts(space)[axis]
         sizes = [stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True) if stop > start]
         return [sizes[0], sizes[-1]]
 
     def check_space(self, where: str, space: Sequence[int]) -> None:
-        """Raise :class:`DataError` if a field with the extents ``space`` is too small."""
+        """Raise :class:`DataError` if a field with the extents ``space`` is too small for the windows.
+
+        The error is also raised if a stride does not divide the extent of a periodic axis. ``where`` is the layer's
+        name in the message.
+        """
         for axis, mode in enumerate(self._by_axis("padding")):
             n, reach, most = space[axis], self.reach[axis], max(self.before[axis], self.after[axis])
             stride = self._by_axis("stride")[axis]
@@ -185,7 +189,10 @@ def _all_whole(values: Sequence[Any]) -> bool:
 
 
 def _windows(x: Array, first: Sequence[int], steps: Sequence[int], counts: Sequence[int]) -> Array:
-    """Return the view of windows of ``x``: by axis ``counts`` windows, the first at ``first``, ``steps`` apart."""
+    """Return a view of the first element of each window of ``x``.
+
+    On each axis there are ``counts`` windows, ``steps`` apart, of which the first begins at position ``first``.
+    """
     rows = zip(first, steps, counts, strict=True)
     places = (slice(i, i + step * (count - 1) + 1, step) if count else slice(0, 0) for i, step, count in rows)
     return with_three_axes(x[(slice(None), *places, slice(0, 1))])
@@ -197,7 +204,7 @@ def _runs(x: Array, offsets: Sequence[Sequence[int]]) -> tuple[Array, int]:
 
 
 def _parts(x: Array, groups: int) -> list[Array]:
-    """Return a list with the channels of each group, as views."""
+    """Return, for each group of channels, a view of these channels of ``x``."""
     width = x.shape[-1] // groups
     return [x[..., group * width : (group + 1) * width] for group in range(groups)]
 
@@ -224,8 +231,8 @@ def _convolve_adjoint(
 
     ``weights`` are the arrays ``(*kernel, channels of dy, columns)`` of the groups. A position of the result is one sum
     over the windows that read it, in ascending order. Positions that are a multiple of the stride apart are read by the
-    same taps: they are one phase (:func:`_phases`). Where the field is reflected, what has been computed beyond its
-    ends is added to the positions whose reflection it is.
+    same taps: they are one phase (:func:`_phases`). Where the field is reflected, values are also computed for
+    positions beyond its ends, and added to the positions that these reflect.
     """
     modes, box = window._by_axis("padding"), window._space.box(space)
     beyond = [
@@ -320,9 +327,11 @@ class Conv(_Window):
 
     Inputs are (samples, space, inputs) with one to three axes of space, outputs (samples, space, outputs), in the
     parameters' dtype, float32 or float64. ``weight`` is ``(*kernel, inputs / groups, outputs)``: PyTorch's weight with
-    the axes of its kernel first, then inputs, then outputs. Without padding "none" an axis of n positions becomes one
-    of ceil(n / stride), and ``before`` is half of the window's reach, rounded down. No method is collective. (LeCun et
-    al., *Gradient-based learning applied to document recognition*, 1998, section II; it is a correlation.)
+    the axes of its kernel first, then inputs, then outputs. Unless ``padding`` is "none", an axis of n positions
+    becomes one of ceil(n / stride), and ``before`` is half of the window's reach, dilation * (kernel - 1), rounded
+    down. With "none", ``before`` is 0. As in PyTorch, the kernel is not flipped, so the operation is a correlation
+    (LeCun et al., *Gradient-based learning applied to document recognition*, 1998, section II). No method is
+    collective.
 
     Parameters
     ----------
@@ -418,14 +427,14 @@ class ConvTranspose(_Window):
     kernel : tuple of int
         Size of the window on each axis of space, even or odd.
     stride : int or tuple of int
-        By how much the field becomes finer, for all axes or by axis.
+        Factor by which the field becomes finer, for all axes or by axis.
     dilation : int or tuple of int
         Distance between the positions of a window.
     groups : int
         Number of groups into which channels are divided; outputs of a group depend on its inputs alone.
     padding : str or tuple of str
-        "zeros": what lies outside of the result is dropped; "periodic": it continues at the other end; "none": it is
-        part of the result.
+        What happens to values beyond the ends of the ``n * stride`` positions: they are dropped ("zeros"), added at the
+        other end ("periodic"), or part of the result ("none").
     bias : bool
         Whether a bias is added. A bias has no weight decay.
     init : Init or None
@@ -473,7 +482,7 @@ class ConvTranspose(_Window):
         return y, (x, space)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of the input, and ``dy``, as it is and padded, for :meth:`backward_weights`."""
+        """Return the gradient of the input, and the pair of ``dy`` and padded ``dy`` for :meth:`backward_weights`."""
         x, space = cache
         wide = self._padded(dy, self.refined(space), "ConvTranspose backward")
         if not self.input_gradient:

@@ -111,10 +111,13 @@ class DomainFNOLift(_InDomain, FNOLift):
 
 @dataclass(frozen=True)
 class DomainDropout(_InDomain, Dropout):
-    """Apply :class:`Dropout` to this rank's part of a field, with the mask that it has in the whole field."""
+    """Apply :class:`Dropout` to this rank's part of a field, with the mask that the part has in the whole field."""
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return ``x`` with the mask applied, or ``x`` itself if not in training; and the cache. Collective."""
+        """Return ``x`` with the mask applied, or ``x`` itself if not in training; and the cache.
+
+        Collective in training, if ``rate`` is not 0.
+        """
         if not run.training or self.rate == 0.0:
             return super().forward(params, x, run)
         extents = self._space.extents(x, self)
@@ -163,12 +166,12 @@ _COMPOSITES = (FNOBlock, Residual, UNetDown)
 def on_domain(layer: Any, domain: Domain, where: str) -> Any:
     """Return the form of ``layer`` for the ranks of ``domain``; ``where`` names the layer in errors.
 
-    A layer made of other layers is rebuilt from the forms of these.
+    A layer made of other layers is rebuilt from the forms of these layers.
 
     Raises
     ------
     ConfigError
-        If a layer does not say how it works on a part of a field.
+        If a layer does not say how it works on a part of a field, or its ``domain_form`` does not return a layer.
     """
     if hasattr(layer, "domain_form"):
         form = layer.domain_form(domain)
@@ -245,7 +248,7 @@ def loss_on_domain(loss: Any, domain: Domain, model: str) -> Loss:
     Raises
     ------
     ConfigError
-        If the loss is not a sum over spatial tiles.
+        If the loss is not a :class:`FieldLoss`, the loss that is a sum over spatial tiles.
     """
     if isinstance(loss, DomainLoss):
         return loss

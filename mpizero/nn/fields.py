@@ -7,7 +7,7 @@ computed. :class:`GroupNorm` and :class:`InstanceNorm` sum over all of space, an
 and those of :class:`ChannelLayerNorm`: with one partial sum for each spatial tile, added by the tree of
 :func:`mpizero.layout.fields.tree_sum`. Their loops are in :mod:`mpizero.kernels.fields`, for the CPU only.
 
-:class:`Residual` adds what a layer computes to its input, and :class:`Concatenate` appends it as further channels.
+:class:`Residual` adds a layer's output to its input; :class:`Concatenate` appends the output as further channels.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PerAxis = int | tuple[int, ...]
 def require_field(x: Any, channels: int | None, where: str, setting: PerAxis = 1) -> Array:
     """Return ``x`` as a C-contiguous array; raise an error unless it is a field with ``channels`` channels.
 
-    ``channels=None`` allows any number. ``setting`` is a setting of the layer: a tuple fixes the number of axes.
-    ``where`` is the layer's name in the message.
+    ``channels=None`` allows any number. If ``setting``, a setting of the layer, is a tuple with an item for each axis,
+    the field must have as many axes of space. ``where`` is the layer's name in the message.
 
     Raises
     ------
@@ -122,7 +122,7 @@ class Pool(FieldLayer):
 
     @property
     def _setting(self) -> PerAxis:
-        """The setting that fixes the number of axes, if one does."""
+        """The setting that fixes the number of axes, because it is a tuple; if none is, any of the two."""
         return self.window if isinstance(self.window, tuple) else self._stride
 
     def _on_axes(self, axes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -205,9 +205,9 @@ class MaxPool(Pool):
     Parameters
     ----------
     window : int or tuple of int
-        Positions of a window along every axis, or along each.
+        Number of positions of a window: one number for all axes, or one for each.
     stride : int, tuple of int or None
-        Steps between windows; None is ``window``.
+        Distance between the first positions of neighbouring windows, for all axes or for each; None is ``window``.
     partial : bool
         Whether windows that the end of an axis cuts have an output, so that an axis of n positions gives
         ceil(n / stride): PyTorch's ``ceil_mode=True`` if the windows do not overlap. False leaves them out.
@@ -215,7 +215,7 @@ class MaxPool(Pool):
     Raises
     ------
     ConfigError
-        If ``window`` or ``stride`` is not positive, or both are for other numbers of axes.
+        If ``window`` or ``stride`` is not positive, or they are tuples of different lengths.
 
     Examples
     --------
@@ -257,9 +257,9 @@ class AvgPool(Pool):
     Parameters
     ----------
     window : int or tuple of int
-        Positions of a window along every axis, or along each.
+        Number of positions of a window: one number for all axes, or one for each.
     stride : int, tuple of int or None
-        Steps between windows; None is ``window``.
+        Distance between the first positions of neighbouring windows, for all axes or for each; None is ``window``.
     partial : bool
         Whether windows that the end of an axis cuts have an output, so that an axis of n positions gives
         ceil(n / stride): PyTorch's ``ceil_mode=True`` if the windows do not overlap. False leaves them out.
@@ -267,7 +267,7 @@ class AvgPool(Pool):
     Raises
     ------
     ConfigError
-        If ``window`` or ``stride`` is not positive, or both are for other numbers of axes.
+        If ``window`` or ``stride`` is not positive, or they are tuples of different lengths.
 
     Examples
     --------
@@ -288,7 +288,10 @@ class AvgPool(Pool):
         return y, extents
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``, each window's shared by its positions, and None, as there are no weights."""
+        """Return the gradient of ``x``, and None, as there are no weights.
+
+        The gradient of a window's mean is divided equally among the positions of the window.
+        """
         return self._gradient(dy, cache, kernels.mean_pool_backward), None
 
 
@@ -300,13 +303,13 @@ class Upsample(FieldLayer):
     "nearest" repeats: ``y[j] = x[j // factor]``. "linear" interpolates along one axis after the other, the last one
     first: ``y[j] = (1 - t) * x[i] + t * x[i + 1]`` with ``i + t = (j + 1/2) / factor - 1/2``, limited to the first and
     the last position. These are half-pixel centers, PyTorch's ``align_corners=False`` (in two dimensions "bilinear").
-    Elements of the gradient are sums in ascending order. Inputs are (samples, one to three axes of space, channels),
-    float32 or float64, on the CPU. No method is collective.
+    An element of the gradient is a sum over positions in ascending order. Inputs are (samples, one to three axes of
+    space, channels), float32 or float64, on the CPU. No method is collective.
 
     Parameters
     ----------
     factor : int or tuple of int
-        Number of positions of the output for each of the input, along every axis, or along each.
+        Number of positions of the output for each position of the input: one number for all axes, or one for each.
     mode : {"nearest", "linear"}
         Whether positions are repeated or interpolated.
 
@@ -532,7 +535,11 @@ class FieldNorm(FieldLayer):
         return y, (x, mean, rstd, extents)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of ``x``, and by tile and channel the sums of ``dy * normalized`` and of ``dy``."""
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        The second value has, by sample, tile of this rank and channel, the sums of ``dy`` times the normalized ``x``,
+        and the sums of ``dy``.
+        """
         x, mean, rstd, extents = cache
         dy, (weight, _) = np.ascontiguousarray(dy, x.dtype), self._weights(params, x)
         boxes = np.concatenate(self._space.boxes(extents))
@@ -661,8 +668,8 @@ class InstanceNorm(FieldNorm):
 class ChannelLayerNorm(FieldNorm):
     """Shift and scale the channels of each position to mean 0 and variance 1, then apply ``weight`` and ``bias``.
 
-    It is :class:`LayerNorm` of each position, whose gradients of weight and bias are sums over spatial tiles, so that
-    space can be cut (Ba, Kiros and Hinton, *Layer Normalization*, 2016, section 3). No method is collective.
+    It is :class:`LayerNorm` of each position (Ba, Kiros and Hinton, *Layer Normalization*, 2016, section 3). But the
+    gradients of weight and bias are sums over spatial tiles, so that space can be cut. No method is collective.
 
     Parameters
     ----------
@@ -784,7 +791,7 @@ class Residual(Composite):
         return y + namespace(y).asarray(other, y.dtype), (caches,)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the sum of both gradients of ``x``, and what :meth:`backward_weights` needs."""
+        """Return the gradient of ``x``, added up over both branches, and what :meth:`backward_weights` needs."""
         gradients, pendings = [], []
         for (name, child), child_cache in zip(self.children().items(), cache[0], strict=True):
             dx, pending = child.backward_input(params.get(name, {}), child_cache, dy)
@@ -858,7 +865,10 @@ class Concatenate(Composite, FieldLayer):
         return np.concatenate([x.astype(y.dtype, copy=False), kept], axis=-1), ([cache], x.shape[-1], extents, inner)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the sum of both gradients of ``x``, and what :meth:`backward_weights` needs."""
+        """Return the gradient of ``x``, and what :meth:`backward_weights` needs.
+
+        The gradient is the sum of those of its two uses: as channels of the output, and as the layer's input.
+        """
         (inner_cache,), channels, extents, inner = cache
         kept = dy[..., channels:]
         if inner != extents:
@@ -867,7 +877,7 @@ class Concatenate(Composite, FieldLayer):
         return None if dx is None else dx + dy[..., :channels], [pending]
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``shape`` with the layer's output channels added to its own."""
+        """Return ``shape`` with the number of the layer's output channels added to its last element."""
         return (*shape[:-1], shape[-1] + self.layer.output_shape(shape)[-1])
 
     def operations(self, shape: tuple[int, ...]) -> Operations:

@@ -1,4 +1,4 @@
-"""Move parts of fields between ranks, and sum over space: what layers of one's own are made of, each with its adjoint.
+"""Define functions for a user's own layers of fields: they move parts between ranks and sum over space; and adjoints.
 
 A layer whose fields may be cut over ranks has a method ``domain_form(domain)``, which returns the layer for a rank's
 part of the field; it gives ``domain`` as ``group`` to the functions of this module. ``group=None`` means that one rank
@@ -28,7 +28,7 @@ from mpizero.nn.fields import require_field
 from mpizero.nn.space import WHOLE, Domain, Space, Wanted
 from mpizero.types import Array
 
-#: Positions around a part: for all axes, or for each axis a number or those before and after it.
+#: Number of positions around a part: one number for all axes, or for each axis a number or a pair (before, after).
 Widths = int | Sequence[int | tuple[int, int]]
 
 
@@ -43,12 +43,13 @@ def halo_exchange(
     x : Array
         This rank's part (samples, space, channels) of a field, float32 or float64.
     widths : int or sequence
-        Number of positions on each side: for all axes, or for each axis a number or a pair (before, after). They may
-        be more than a neighbour has: then its neighbours are asked as well.
+        Number of positions on each side: for all axes, or for each axis a number or a pair (before, after). If they
+        are more than the next rank has, ranks further away send positions, too.
     periodic : bool or sequence of bool
-        Whether what lies outside of the field is its other end, for all axes or by axis; else it is zeros.
+        What the positions outside of the field hold, for all axes or by axis: True continues the field with its other
+        end, False with zeros.
     group : Domain or None
-        The ranks that share the field, as ``domain_form(domain)`` gets it; None: ``x`` is the whole field.
+        The ranks that share the field: the argument of the layer's ``domain_form``. None: ``x`` is the whole field.
 
     Returns
     -------
@@ -60,7 +61,7 @@ def halo_exchange(
     ConfigError
         If ``widths`` or ``periodic`` do not fit the axes of space.
     DataError
-        On all ranks, if the parts are not those of a field.
+        On all ranks, if their parts do not make up one field.
 
     Examples
     --------
@@ -94,7 +95,7 @@ def halo_exchange_adjoint(
     """Return the adjoint of :func:`halo_exchange`: each position gets the sum of its copies' gradients. Collective.
 
     The copies of a position are added in the order of the ranks that have them. The result is exact within rounding,
-    but its bits depend on the cut (on a cut there are copies which one process does not have).
+    but its bits depend on the cut: where the field is cut, positions have copies that they do not have in one process.
 
     Parameters
     ----------
@@ -145,7 +146,7 @@ def redistribute(
     target : sequence of int or None
         As ``source``, or 1 for all axes: every rank gets the whole field.
     group : Domain or None
-        The ranks that share the field, as ``domain_form(domain)`` gets it; None: ``x`` is the whole field.
+        The ranks that share the field: the argument of the layer's ``domain_form``. None: ``x`` is the whole field.
 
     Returns
     -------
@@ -157,7 +158,7 @@ def redistribute(
     GridError
         If a cut has another number of parts than there are ranks.
     DataError
-        On all ranks, if the parts are not those of a field.
+        On all ranks, if their parts do not make up one field.
 
     Examples
     --------
@@ -249,7 +250,7 @@ def domain_sum(
         Computes the partial sum of a tile from the tile's part of each field, which is empty where an axis has fewer
         positions than tiles. The default sums over space, and returns (samples, channels).
     group : Domain or None
-        The ranks that share the fields, as ``domain_form(domain)`` gets it; None: they are whole.
+        The ranks that share the fields: the argument of the layer's ``domain_form``. None: ``x`` has whole fields.
     share : bool
         True returns this rank's share: the shares of all ranks add up to the sum, as gradients of parameters must.
         False returns the sum on all ranks.
@@ -262,7 +263,7 @@ def domain_sum(
     Raises
     ------
     DataError
-        If the fields have different extents; on all ranks, if the parts are not those of a field.
+        If the fields have different extents. On all ranks, if their parts do not make up one field.
 
     Examples
     --------
@@ -294,7 +295,7 @@ def domain_sum(
 def domain_sum_adjoint(dy: Array, shape: Sequence[int], *, group: Space | None = None) -> Array:
     """Return the adjoint of :func:`domain_sum` with its default function: a field with one value at all positions.
 
-    Collective. The gradients of all ranks are added up, since each of them has got the sum.
+    Collective. The gradients ``dy`` of all ranks are added up, because :func:`domain_sum` gives every rank the sum.
 
     Parameters
     ----------
@@ -333,7 +334,7 @@ def _added(terms: Array) -> Array:
 
 
 def _tile(x: Array, box: Sequence[Sequence[int]]) -> Array:
-    """Return a spatial tile of a field as a contiguous array, so that a sum's bits do not depend on what is around."""
+    """Return a spatial tile of a field as a contiguous array: then the bits of its sum do not depend on its strides."""
     return np.ascontiguousarray(x[(slice(None), *(slice(*pair) for pair in box))])
 
 
@@ -351,7 +352,7 @@ def _extents(x: Array, space: Space, where: str, settings: str) -> tuple[int, ..
 def _around(
     axes: int, widths: Widths, periodic: bool | Sequence[bool], where: str
 ) -> tuple[list[tuple[int, int]], list[str]]:
-    """Return the widths before and after each axis, and what is outside of it."""
+    """Return by axis the widths before and after a part, and what is outside of the field: "periodic" or "zeros"."""
     by_axis = [widths] * axes if is_whole(widths, 0) else list(widths) if isinstance(widths, Sequence) else []
     sides = [(one, one) if is_whole(one, 0) else one for one in by_axis]
     pairs = [tuple(pair) for pair in sides if isinstance(pair, Sequence) and len(pair) == 2]
@@ -371,12 +372,12 @@ def _called(sides: Sequence[tuple[int, int]], modes: Sequence[str]) -> str:
 
 
 def _wide(space: Space, extents: Sequence[int], sides: Sequence[tuple[int, int]]) -> Wanted:
-    """Return for each part of each axis its positions and those around it."""
+    """Return, for each part of each axis, the range of its positions and of those around it."""
     return space.wanted(extents, lambda axis, first, stop: (first - sides[axis][0], stop + sides[axis][1]))
 
 
 def _boxes(cut: Cut, extents: Sequence[int]) -> Wanted:
-    """Return the positions of each part of each axis."""
+    """Return, for each part of each axis, the range of its positions."""
     return tuple(tuple(pairwise(starts)) for starts in cut.starts(extents))
 
 

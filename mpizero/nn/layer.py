@@ -57,7 +57,8 @@ class Layer(ABC):
       again;
     - for an averaged parameter (:attr:`ParameterSpec.averaged <mpizero.types.ParameterSpec>`), such as a running mean,
       ``grads[name]`` takes the new value after these samples in place of a gradient;
-    - a large layer made of others may call :func:`poll` between them, so that messages in flight make progress;
+    - a large layer made of other layers may call :func:`poll` between their passes, so that messages in flight make
+      progress;
     - the caller may overwrite a returned array that is neither one of the arguments nor part of the cache.
 
     Examples
@@ -136,8 +137,8 @@ class Layer(ABC):
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return one sample's output shape from one sample's input shape.
 
-        The default is the input's shape. For a layer made of children that defines no :meth:`operations`, the default
-        runs :meth:`forward` once on zeros and returns the shape of its output, or the input's shape if that run fails.
+        The default returns the input's shape, but if the layer has children and does not define :meth:`operations`, it
+        runs :meth:`forward` once on zeros, and returns the output's shape (the input's shape if the run fails).
         """
         if type(self).operations is Layer.operations and self.children():
             with suppress(NotImplementedError):
@@ -152,8 +153,8 @@ class Layer(ABC):
         :attr:`ParameterSpec.part` says which part of each parameter this rank holds. If every rank holds a parameter
         whole (``part`` is None), its gradient is the same on every rank when ``backward_weights`` returns. Ranks
         exchange arrays by the methods of ``group`` alone (``docs/split_layers.md``). The default makes the form that
-        the table in ``mpizero/nn/tensor_parallel.py`` has for the layer's class. The default returns the layer itself
-        if the table has no form for it, or if the group has one rank.
+        the table ``SPLIT_FORMS`` in ``mpizero/nn/tensor_parallel.py`` has for the layer's class. The default returns
+        the layer itself if the table has no form for its class, or if the group has one rank.
 
         Raises
         ------
@@ -340,7 +341,8 @@ def _tried(layer: Layer, shape: tuple[int, ...]) -> tuple[Operations, tuple[int,
     return sum((operations for _, operations in calls), Operations()), output
 
 
-#: Version of the description. It is raised when a program written for the old version would misread the new one.
+#: Name and version of the format of exported graphs. The version is raised when a program that was written for the old
+#: version would misread the new one.
 GRAPH_FORMAT = "mpizero computation graph 1"
 
 
@@ -477,7 +479,8 @@ class Affine(Layer):
 class Composite(Layer):
     """Define a layer made of children; the first item of its cache is the list of the children's caches.
 
-    Its ``backward_input`` returns what the children's ``backward_weights`` need, in the order of the children, too.
+    The second value that its ``backward_input`` returns is a sequence with an item for each child, in the same order:
+    what this child's ``backward_weights`` needs.
     """
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
@@ -564,9 +567,9 @@ Integers = Mapping[str, tuple[IntegerSpec, ...]]
 
 
 def integers_of(model: Any) -> dict[str, tuple[IntegerSpec, ...]]:
-    """Return the integer arrays of a model by the name of the block, for blocks that have any. Not collective.
+    """Return the specs of a model's integer arrays by block, for blocks that have such arrays. Not collective.
 
-    :func:`layer_integers` says how blocks declare them. A functional model (one function) has an attribute
+    :func:`layer_integers` says how blocks declare integer arrays. A functional model (one function) has an attribute
     ``integers``, a mapping from names to arrays; each of these arrays is treated as a block of its own.
 
     Raises
@@ -596,9 +599,9 @@ def integers_of(model: Any) -> dict[str, tuple[IntegerSpec, ...]]:
 
 
 def layer_integers(layer: Any) -> tuple[IntegerSpec, ...]:
-    """Return the integer arrays of a layer: its own first, then each child's, with the prefix ``<child>.``.
+    """Return the specs of a layer's integer arrays: its own first, then each child's, with the prefix ``<child>.``.
 
-    A layer that defines a method ``integers()`` lists them itself. Not collective.
+    If a layer defines a method ``integers()``, the specs are what this method returns. Not collective.
     """
     if (declared := getattr(layer, "integers", None)) is not None:
         return tuple(declared())
@@ -619,8 +622,8 @@ def fresh_integers(layer: Any) -> dict[str, Array]:
 def start_integers(model: Any) -> dict[str, Array]:
     """Return new arrays with the start values of a model's integer arrays, by global name. Not collective.
 
-    The model's attribute ``start_values`` (of a functional model also ``integers``) may have an array's start values;
-    otherwise they are ``spec.start``.
+    The start values are those in the model's attribute ``start_values`` (of a functional model also ``integers``). An
+    array that is not there is filled with the number :attr:`IntegerSpec.start` of its spec.
 
     Raises
     ------

@@ -1,10 +1,10 @@
 """Define the layers of models: linear maps, activations, norms, dropout, wrappers, and :class:`Sequential`.
 
-:class:`Linear` is an affine map, :class:`Projection` one onto a vocabulary that may share the embedding's table. Each
-:class:`Activation` has a forward and a backward kernel, ``NAME`` and ``NAME_backward``. The mask of :class:`Dropout`
-depends on the sample's index in the global batch, never on a rank. :class:`Frozen` and :class:`PartlyFrozen` keep
-parameters from being trained; :class:`Checkpointed` computes activations again in the backward pass instead of keeping
-them (Chen et al., 2016). :class:`Sequential` applies layers one after the other.
+:class:`Linear` is an affine map. :class:`Projection` is a linear map onto a vocabulary, whose weight may be the
+embedding's table. Each :class:`Activation` has a forward and a backward kernel, ``NAME`` and ``NAME_backward``. The
+mask of :class:`Dropout` depends on the sample's index in the global batch, never on a rank. :class:`Frozen` and
+:class:`PartlyFrozen` keep parameters from being trained; :class:`Checkpointed` computes activations again in the
+backward pass instead of keeping them (Chen et al., 2016). :class:`Sequential` applies layers one after the other.
 """
 
 from __future__ import annotations
@@ -212,7 +212,10 @@ class Activation(Layer):
     of_output: ClassVar[bool] = False
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Apply the activation to every element; return the result and the cache: ``x`` (``of_output``: the result)."""
+        """Apply the activation to every element; return the result and the cache.
+
+        The cache is ``x``, or the result if ``of_output`` is True.
+        """
         require_floats(x, type(self).__name__)
         xp = namespace(x)
         x = contiguous(x)
@@ -423,8 +426,8 @@ class LayerNorm(Layer):
     def backward_joined(self, params: Params, cache: Any, dy: Array, residual: Array | None) -> tuple[Array, Any]:
         """Return the gradient of ``x`` plus ``residual`` (if not None), and the gradients of weight and bias.
 
-        The gradient of ``x`` is a new array. The gradients of weight and bias are the two rows of the second array;
-        they come from the same pass over memory, and :meth:`backward_weights` copies them to ``grads``.
+        The gradient of ``x`` is a new array. The two rows of the second result are the gradients of weight and bias,
+        which are computed in the same pass over memory; :meth:`backward_weights` copies them to ``grads``.
         """
         rows, mean, rstd = cache
         weight = params["weight"]
@@ -628,7 +631,7 @@ class Frozen(Wrapper):
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the gradient of the wrapped layer's input, and None, as no weight is trained.
 
-        Collective if it is split.
+        Collective if the layer is split.
         """
         return self.layer.backward_input(params, cache, dy)[0], None
 
@@ -641,7 +644,7 @@ class Frozen(Wrapper):
 
 
 class FrozenNames:
-    """Freeze the parameters ``names`` of ``layer``, which are names in ``layer.specs()``."""
+    """Freeze those parameters of ``layer`` whose names in ``layer.specs()`` are in ``names``."""
 
     layer: Any
     names: tuple[str, ...]
@@ -652,11 +655,17 @@ class FrozenNames:
         return tuple(replace(spec, trainable=spec.trainable and spec.name not in self.names) for spec in specs)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Call the layer's ``backward_weights``, with new arrays for frozen gradients. Collective if it is split."""
+        """Call the layer's ``backward_weights``, with new arrays for the gradients of frozen parameters.
+
+        Collective if the layer is split.
+        """
         self.layer.backward_weights(params, cache, pending, completed(params, grads, self.names))
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Any:
-        """Call the layer's ``backward``, with new arrays for frozen gradients. Collective if the layer is split."""
+        """Call the layer's ``backward``, with new arrays for the gradients of frozen parameters.
+
+        Collective if the layer is split.
+        """
         return self.layer.backward(params, cache, dy, completed(params, grads, self.names))
 
 

@@ -230,8 +230,9 @@ def loss_and_gradients(
     loss_sum, weight : float
         The sum of the losses and their total weight; the ratio is the mean loss.
     gradients : dict of str to Array
-        The gradient of ``scale * loss_sum`` for each trainable parameter, tied uses included, by global name; for an
-        averaged parameter its new value. If ``slots`` is given, the gradients are arrays of ``slots``.
+        The gradient of ``scale * loss_sum`` for each trainable parameter, summed over all of its uses if it is tied, by
+        global name; for an averaged parameter its new value. If ``slots`` is given, the gradients are arrays of
+        ``slots``.
 
     Examples
     --------
@@ -280,7 +281,7 @@ def _forward(
 def _backward(
     block: str, layer: Any, saved: tuple[Params, Any], dy: Array | None, uses: Mapping[str, Array]
 ) -> Array | None:
-    """Run a block's backward pass, with gradients written to ``uses``; ``saved`` is its parameters and its cache."""
+    """Run a block's backward pass, and write gradients to ``uses``; ``saved`` is the block's parameters and cache."""
     if dy is None:
         raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
     uses_of_block = {spec.name: uses[joined(block, spec.name)] for spec in layer.specs() if spec.trainable}
@@ -539,7 +540,7 @@ class MLP:
     def blocks(self) -> dict[str, Sequential]:
         """The blocks by name, in the order in which they run."""
         widths = (self.features, *self.hidden)
-        gain = 1.0 if self.activation == "tanh" else 2.0  # He et al., 2015: half of the others' outputs vanish
+        gain = 1.0 if self.activation == "tanh" else 2.0  # He et al., 2015: the others about halve the variance
         blocks = {}
         for i, (inputs, outputs) in enumerate(zip(widths, self.hidden, strict=False)):
             linear = Linear(inputs, outputs, init=Init("normal", math.sqrt(gain / inputs)), input_gradient=i > 0)
@@ -793,7 +794,7 @@ class GPTPredictor:
     sizes : tuple of int
         The model's dim, layers, heads, vocabulary and sequence.
     scalars : Array
-        The eps of the norms, and the factor on attention scores.
+        The setting ``eps`` of the norms, and the factor on attention scores.
     packed : Array
         All parameters, one after the other in one flat array.
     """
@@ -1171,10 +1172,11 @@ def _as_array(value: Any) -> Array:
 
 
 def efficient_samples(model: Any) -> int | None:
-    """Return the smallest number of samples with which a model's matrix products reach about 0.95 of their best rate.
+    """Return the smallest number of samples with which a model's matrix products are fast. Not collective.
 
-    The number depends on the model's shapes alone, not on the machine, so that it is the same in every job. All samples
-    are assumed to have the greatest length that the model takes. Not collective.
+    With so many samples the products reach about 0.95 of their best rate, and the time of a block's Python calls is
+    small beside them. The number depends on the model's shapes alone, not on the machine, so that it is the same in
+    every job. All samples are assumed to have the greatest length that the model takes.
 
     Parameters
     ----------

@@ -5,12 +5,13 @@ kernels with the same memory, provided that input and parameters have not moved.
 calls of a pass (:mod:`mpizero.kernels.recording`), and repeats them.
 
 Only layers whose classes are known to compute by kernels and recorded calls are recorded (:data:`KNOWN`), and each
-recording is tried before it is used again: see [Note: proof of a recording] there.
+recording is tried before it is used again: see [Note: proof of a recording] in mpizero/kernels/recording.py.
 
 [Note: whose memory] The output of a recorded pass, and the gradient of its input, lie in the same arrays in every step.
 Such an array is valid until the pass is repeated, and the next block reads it where it lies. To be kept longer it is
-copied (:meth:`RecordedBlocks.released`). Any other input is copied to memory of the recording. A training pass is
-not repeated before its backward pass has ended; further micro-batches in flight have recordings of their own.
+copied (:meth:`RecordedBlocks.released`). An input, or a gradient of the output, that does not lie in an array of a
+recording is copied to one. A training pass is not repeated before its backward pass has ended; if other micro-batches
+are in flight meanwhile, their passes have recordings of their own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from mpizero.nn import fields, layers, transformer
 from mpizero.nn.layer import Wrapper
 from mpizero.types import EVALUATE, Array, Layer, Params, Run
 
-#: Layers that compute by kernels and recorded calls alone, from input, gradient, parameters and numbers of the samples.
+#: Layers that compute by kernels and recorded calls alone, from nothing but the input, the gradient of the output, the
+#: parameters, and what a Run holds (seed, step, indices of samples).
 KNOWN: frozenset[type] = frozenset(
     {
         layers.Linear,
@@ -57,9 +59,11 @@ KNOWN: frozenset[type] = frozenset(
         transformer.LanguageHead,
     }
 )
-#: Bytes of a block's recordings up to which passes are recorded. Blocks with more take too long for Python to matter.
+#: Most bytes of memory of a block's recordings. The kernels of a block with more take so long that the time in Python
+#: does not matter.
 LIMIT = 4 << 20
-#: Recorded passes of a block, one for each array of its input; of each, backward passes, and targets of gradients.
+#: Most forward passes of a block that are recorded; also the most backward passes of each of these, and for each of
+#: those the most sets of arrays that gradients are written to.
 _MOST_PASSES = 64
 
 
@@ -79,11 +83,12 @@ class RecordedBlocks(dict[str, Any]):
     Attributes
     ----------
     owned : dict
-        The arrays that recordings own, by their ``id``.
+        The outputs of recorded passes and the gradients of their inputs, which recordings own, by their ``id``.
     workspaces : dict
         The temporary memory of all recordings.
     thread : int
-        Identifier of the thread that has made the model. Only its passes are recorded: others may run at the same time.
+        Identifier of the thread that has made the model. Only passes in this thread are recorded, because other threads
+        may compute passes at the same time.
     """
 
     def __init__(self, blocks: Mapping[str, Any], loss: Any = None) -> None:
@@ -115,7 +120,7 @@ class RecordedBlocks(dict[str, Any]):
         return sum(used.values())
 
     def status(self) -> dict[str, str]:
-        """Return by block how its last training pass was computed: "repeated", "called", or "called: <why>"."""
+        """Return, for each block, how its last training pass was computed: "repeated", "called", or "called: <why>"."""
         return {
             name: f"called: {reason}" if reason else getattr(self[name], "status", "called")
             for name, reason in self._reasons.items()
@@ -128,19 +133,19 @@ class RecordedBlock:
     Parameters
     ----------
     layer : Layer
-        The block, of which :func:`unrecordable` names no class.
+        The block, for which :func:`unrecordable` returns "".
     model : RecordedBlocks
         All blocks of the model.
     copies : (bool, bool)
-        Whether the output, and whether the gradient of the input, is copied: where code of the user gets it and may
-        keep it.
+        Whether the output is copied, and whether the gradient of the input is. Code of the user must get a copy,
+        because it may keep the array.
 
     Attributes
     ----------
     stands_for : Layer
         The layer.
     refused : str
-        Why the block is no longer recorded; "" if it is.
+        Why the block is no longer recorded; "" if it may still be recorded.
     status : str
         "repeated" if the last forward pass of a training step was repeated from a recording, else "called", and why if
         the block is no longer recorded.
@@ -205,7 +210,7 @@ class RecordedBlock:
         return count > WARM_UP and self._passes < _MOST_PASSES
 
     def _record(self, key: Any, params: Params, x: Array, run: Run) -> tuple[Any, Any] | None:
-        """Compute and record a forward pass, and return its results; None if the recording is refused."""
+        """Compute and record a forward pass, and return its results; None if the recording's proof fails."""
         self._passes += 1
         recorded = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
         y, inner = recorded.y, recorded.cache
@@ -231,8 +236,8 @@ class RecordedBlock:
 class _Backward:
     """Hold the recording of a call of ``backward_input``, with its arguments and results.
 
-    ``weights`` has the recordings of ``backward_weights`` that follow it: by the ``id`` of the arrays ``grads``, these
-    arrays and the recording.
+    ``weights`` has the recordings of the calls of ``backward_weights`` that follow it, one for each ``grads`` that was
+    passed: by the ``id`` of ``grads``, the pair of ``grads`` and the recording.
     """
 
     params: Params
@@ -249,9 +254,9 @@ class _Pass:
     Attributes
     ----------
     calls : Recording
-        The forward pass.
+        The recording of the forward pass.
     y : Array
-        Its output.
+        The output of the forward pass.
     """
 
     def __init__(self, block: RecordedBlock, key: Any, params: Params, x: Array, run: Run) -> None:
@@ -268,7 +273,7 @@ class _Pass:
         return self._cache if self._run is self._recorded else _rebased(self._cache, self._recorded, self._run)
 
     def repeat(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Compute the output for ``x``; return it and the cache of the block."""
+        """Compute the output for ``x``; return it and the cache that the :class:`RecordedBlock` returns."""
         self._run = run
         if x is not self._x:
             np.copyto(self._x, x)
@@ -312,7 +317,10 @@ class _Pass:
                 self._prove_backward(pending, grads, calls)
 
     def prove(self) -> None:
-        """Give up recording if the forward recording differs from the layer: see [Note: proof of a recording]."""
+        """Give up recording if the recording and the layer's forward pass give different results.
+
+        See [Note: proof of a recording] in mpizero/kernels/recording.py.
+        """
         x, before, run = self._x, self._x.copy(), self._run
         other = replace(run, step=run.step + 1, first_sample=run.first_sample + len(x))
         with self._trial([(x, before)]):
@@ -326,7 +334,7 @@ class _Pass:
             self.calls.repeat(run)
 
     def _prove_backward(self, back: _Backward, grads: Params, calls: Recording) -> None:
-        """Give up recording if the recorded backward pass differs from the layer's, for another gradient ``dy``."""
+        """Give up recording if the recorded backward pass and the layer's give different results for another ``dy``."""
         views = dict(flat_names(grads))
         with self._trial([(array, array.copy()) for array in (back.dy, *views.values())]):
             back.dy[...] = _trial_values(back.dy)
@@ -351,7 +359,8 @@ class _Pass:
     def _trial(self, contents: Sequence[tuple[Array, Array]]) -> Iterator[None]:
         """Restore the contents of arrays after a trial with made-up numbers; give up recording if the trial raises.
 
-        Only errors of communication, which a poll may raise, are raised.
+        ``contents`` has each array with a copy of its contents. Only errors of communication, which a poll may raise,
+        are passed on to the caller.
         """
         try:
             yield
@@ -370,7 +379,10 @@ class _Pass:
 
 
 def _rebased(cache: Any, old: Run, new: Run) -> Any:
-    """Return the cache of a pass with ``old`` as that of the pass with ``new``, which has another step and samples."""
+    """Return a cache of the pass with the Run ``old``, changed to what the pass with the Run ``new`` would return.
+
+    Only the Runs in the cache are replaced; its arrays are the same.
+    """
     if isinstance(cache, Run):
         return rebased_run(cache, old, new)
     if isinstance(cache, tuple) and not hasattr(cache, "_fields"):
@@ -383,7 +395,7 @@ def _arrays(cache: Any) -> list[Array]:
 
 
 def _trial_values(x: Array) -> Array:
-    """Return other numbers of the kind of those in ``x``: integers in another order, floats with a ramp added."""
+    """Return other numbers than those in ``x``: the same in reverse order; floats also halved, with a ramp added."""
     turned = x.reshape(-1)[::-1].reshape(x.shape)
     if x.dtype.kind != "f":
         return turned

@@ -45,7 +45,7 @@ class DomainGroup(Group, Protocol):
 
 
 class Space:
-    """Describe which positions of fields this rank has: all; the subclass :class:`Domain` cuts space over ranks."""
+    """Describe which positions of fields this rank has: in this class all, in the subclass :class:`Domain` a box."""
 
     rank = 0
 
@@ -54,7 +54,7 @@ class Space:
         return Cut((1,) * axes)
 
     def extents(self, x: Array, owner: object, settings: str = "") -> tuple[int, ...]:
-        """Return the extents of the whole field, of which ``x`` is this rank's part, given to a layer. Collective."""
+        """Return the extents of the whole field of which ``x``, the input of layer ``owner``, is a part. Collective."""
         return x.shape[1:-1]
 
     def box(self, extents: Sequence[int]) -> Box:
@@ -81,7 +81,9 @@ class Space:
         modes: Sequence[str] = (),
         target: Cut | None = None,
     ) -> Array:
-        """Return an array of the positions of a field that this rank wants, or ``x`` if it has them. Collective.
+        """Return the part of a field at the positions that this rank wants. Collective.
+
+        If every rank wants just the positions that it has, the result is ``x`` itself, or a contiguous copy.
 
         Parameters
         ----------
@@ -160,15 +162,16 @@ class Space:
         return tuple(part.stop - part.start for part in self.box(extents))
 
     def boxes(self, extents: Sequence[int]) -> tuple[Array, ...]:
-        """Return, for each node of the tree that this rank adds up, the boxes of its tiles, in its own positions.
+        """Return, for each node of the tree that this rank adds up, the boxes of the spatial tiles below the node.
 
         The tree is the one over all spatial tiles. The boxes of a node are an array (tiles, 3, 2): the range [start,
-        stop) of each tile on each of three axes. Axes that the field does not have come first, with one position.
+        stop) of each tile on each of three axes, counted from the first position of this rank's part. Axes that the
+        field does not have come first, with one position.
         """
         return _own_boxes(self.cut_of(len(extents)), tuple(extents), self.rank)
 
     def add_up(self, nodes: Array, tag: str) -> Array:
-        """Return this rank's share of a sum over space; the shares of all ranks add up to it. Collective.
+        """Return this rank's share of a sum over space; the shares of all ranks add up to the sum. Collective.
 
         ``nodes`` are the partial sums, on the first axis, of the nodes that this rank adds up (:meth:`boxes`).
         """
@@ -184,7 +187,7 @@ class Space:
         return total
 
     def all_gather(self, values: Array, axis: int, shards: Sequence[slice], tag: str) -> Array:
-        """Return the shards of all ranks side by side along ``axis``, from this rank's. Collective."""
+        """Return the shards of all ranks side by side along ``axis``; ``values`` is this rank's shard. Collective."""
         return values
 
     def gather_tiles(self, values: Array, axis: int, tag: str) -> Array:
@@ -195,7 +198,7 @@ class Space:
         return values
 
     def shards(self, length: int) -> list[slice]:
-        """Return the shards of a range, one for each rank that shares space."""
+        """Return the shards of a range of ``length`` elements, one for each rank that has a part of space."""
         return [slice(0, length)]
 
 
@@ -212,7 +215,7 @@ class FieldLayer(Layer):
         return WHOLE
 
 
-#: Extents of layers' inputs that a domain remembers.
+#: Largest number of calls of layers for which a domain remembers the extents of the input.
 _MOST_KNOWN = 1 << 14
 
 
@@ -223,8 +226,9 @@ class Domain(Space):
         self.cut, self.group, self.rank = cut, group, group.rank
         #: Extents of the model's input that all ranks have agreed on; () if unknown.
         self._input: tuple[int, ...] = ()
-        self._calls: Counter[int] = Counter()  # of each layer in this pass
-        #: By layer, number of the call and extents of the input: the layer, which keeps its id, and what is known.
+        self._calls: Counter[int] = Counter()  # number of calls in this pass, by the layer's id
+        #: By the layer's id, the number of its call in a pass, and the extents of the model's input: the layer itself,
+        #: so that no other object gets its id, and the extents of its input.
         self._known: dict[tuple[int, int, tuple[int, ...]], tuple[object, tuple[int, ...]]] = {}
 
     def begin_batch(self, extents: Sequence[int]) -> None:
@@ -244,10 +248,10 @@ class Domain(Space):
         return self.cut
 
     def extents(self, x: Array, owner: object, settings: str = "") -> tuple[int, ...]:
-        """Return the extents of the whole field, of which ``x`` is this rank's part, given to the layer ``owner``.
+        """Return the extents of the whole field of which ``x``, the input of layer ``owner``, is this rank's part.
 
         ``owner`` may be a function's name in place of a layer; then the ranks always ask each other, also whether all
-        have called it with the same ``settings`` and with as many samples and channels of the same type.
+        have called the function with the same ``settings``, dtype, and numbers of samples and channels.
         Collective, unless the extents are known: from the same call of the layer (its first in a pass, its second, ...)
         in an earlier pass, for an input of the model with the same extents. All ranks call their layers in the same
         order, so either all of them know the extents, or none.
@@ -349,12 +353,12 @@ class Domain(Space):
         return _tree_of_nodes(list(leaves))
 
     def all_gather(self, values: Array, axis: int, shards: Sequence[slice], tag: str) -> Array:
-        """Return the shards of all ranks side by side along ``axis``, from this rank's. Collective."""
+        """Return the shards of all ranks side by side along ``axis``; ``values`` is this rank's shard. Collective."""
         sizes = [shard.stop - shard.start for shard in shards]
         return self.group.all_gather(np.ascontiguousarray(values), axis, sizes, tag)
 
     def shards(self, length: int) -> list[slice]:
-        """Return the shards of a range, one for each rank of the group."""
+        """Return the shards of a range of ``length`` elements, one for each rank of the group."""
         return list(Partition(length, self.group.size))
 
     def gather_tiles(self, values: Array, axis: int, tag: str) -> Array:
@@ -371,7 +375,7 @@ def _joined(x: Array, pieces: Sequence[Any]) -> Array:
 
 
 def _tree_of_nodes(leaves: list[tuple[TreeNode, Array]]) -> Array:
-    """Return the value of the tree's root, given the values of nodes that together have all leaves."""
+    """Return the value of the tree's root, given the values of nodes such that each leaf is below one of them."""
     total = sum(1 << node.level for node, _ in leaves)
     ((_, program),) = merge(((node, (row,)) for row, (node, _) in enumerate(leaves)), total)
     stack: list[Array] = []
@@ -420,7 +424,7 @@ class HaloPlan(NamedTuple):
     sent : list of list of index
         For each other rank, the positions that this rank sends to it.
     received : list of list of (index, int)
-        For each other rank, where the positions go that it sends to this rank, and how many they are.
+        For each other rank, where the positions that it sends to this rank go, and how many they are.
     counts : Array
         How many positions each rank sends to each rank.
     complete : bool

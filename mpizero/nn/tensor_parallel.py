@@ -258,7 +258,7 @@ def part_of(spec: ParameterSpec, axis: int, ranges: Ranges) -> ParameterSpec:
 def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None:
     """Sum over the ranks, in place, the gradients of those parameters that every rank holds whole.
 
-    ``layer`` has the parameters, and ``grads`` their gradients. Before the call, each rank has computed the gradients
+    ``layer`` has the parameters, and ``grads`` has the gradients. Before the call, each rank has computed the gradients
     from its own positions of the sequences only. ``tag`` names the message in errors and traces.
 
     Collective over ``group``, with one message.
@@ -270,8 +270,8 @@ def complete_shared(layer: Layer, group: Group, grads: Params, tag: str) -> None
 def located(run: Run, x: Array, group: Group, layer: SequenceLayer | None = None) -> Run:
     """Return ``run`` with the length of the whole sequences, and the ranges of positions that the tensor group holds.
 
-    ``x`` (samples, positions, ...) is this rank's part of these positions. ``layer`` is the unsplit layer, or None if
-    this layer computes each position by itself. Collective over ``group`` if ``run.length`` is 0 (unknown).
+    ``x`` (samples, positions, ...) is this rank's part of these positions. ``layer`` is the unsplit layer; pass None
+    for a layer that computes each position by itself. Collective over ``group`` if ``run.length`` is 0 (unknown).
 
     Raises
     ------
@@ -644,7 +644,7 @@ class SplitAttention(AttentionBase):
 
     @cached_property
     def local_heads(self) -> tuple[CausalSelfAttention, int]:
-        """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
+        """A layer that computes the attention of this rank's heads, and the number of the first of them in all heads.
 
         Only the attention of the returned layer is used, not its linear maps.
         """

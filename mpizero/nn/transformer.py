@@ -3,8 +3,8 @@
 :class:`CausalSelfAttention` (Vaswani et al., 2017) is computed by the kernels of :mod:`mpizero.kernels.attention` on
 CPUs, in this rank's threads (:func:`kernel_attention`). On GPUs, and with dropout, it is computed by batched products
 that skip most of the masked scores (:class:`BatchedHeads`): a few samples or heads at a time, so that their scores stay
-in the CPU's cache. Classes whose names end in ``Base`` have the code that a layer shares with its split form. The head
-is the last block of a language model, which computes logits of its vocabulary.
+in the CPU's cache. Classes whose names end in ``Base`` have the code that a layer shares with its split form. The head,
+the last block of a language model, computes the logits of the vocabulary.
 """
 
 from __future__ import annotations
@@ -384,8 +384,9 @@ Part = tuple[slice, slice]
 class BatchedHeads:
     """Compute attention for one group of heads after the other, forward and backward, in memory that is reused.
 
-    A group, here a ``Part``, is a range of the samples and a range of the heads. The heads are copied to contiguous
-    memory. Strided views would need no copy, but the BLAS takes twice as long for their products.
+    A group, here a ``Part``, is a range of the samples and a range of the heads. ``apart`` (3, samples, heads, length,
+    dim / heads) is the memory to which the queries, keys and values are copied, so that each head is contiguous.
+    Strided views would need no copy, but the BLAS takes twice as long for their products.
     """
 
     def __init__(self, apart: Array, scale: float, dropout: Dropout, run: Run, first_head: int) -> None:
@@ -465,7 +466,10 @@ class BatchedHeads:
         return blocks(self.apart.shape[3], BLOCK if isinstance(self.apart, np.ndarray) else BLOCK_ON_DEVICE)
 
     def take(self, qkv: Array, bias: Array | None, some: slice) -> None:
-        """Add ``bias`` to ``qkv[some]``, and write its queries, keys and values, head by head, to ``self.apart``."""
+        """Write the queries, keys and values of ``qkv[some] + bias`` to ``self.apart``, head by head.
+
+        If ``bias`` is None, nothing is added; ``qkv`` does not change.
+        """
         rows = _rows(qkv[some])
         self._kernels.split_heads(rows, rows[:0].reshape(-1) if bias is None else bias, 0, some.start, self.apart)
 
@@ -584,7 +588,10 @@ class Heads(NamedTuple):
         return temporary(memory_size(self.length, self.size, self.qkv.itemsize), self.qkv.dtype)
 
     def run(self, task: Callable[[int, int], None], operations: int) -> None:
-        """Call ``task(start, stop)`` for ranges of all heads, in a number of threads that depends on ``operations``."""
+        """Call ``task(start, stop)`` for ranges of the :attr:`pairs`, in several threads if that pays.
+
+        ``operations``, about the number of floating-point operations of all ranges, decides how many threads.
+        """
         pairs = self.pairs
         if (threads := min(threads_for(operations), pairs)) <= 1:
             task(0, pairs)
@@ -593,7 +600,10 @@ class Heads(NamedTuple):
 
 
 def kernel_attention(heads: Heads, scale: float, *, keep: bool) -> tuple[Array, Array | None]:
-    """Return the weighted sums of the values (samples, length, dim), and the attention probabilities if ``keep``."""
+    """Return the weighted sums of the values (samples, length, dim), and the attention probabilities or None.
+
+    The probabilities are returned if ``keep`` is True.
+    """
     from mpizero.kernels.attention import causal_attention
 
     mixed = heads.room(heads.pairs * heads.length * heads.size)
@@ -645,7 +655,7 @@ class AttentionBase(Composite, Affine, SequenceLayer):
     @property
     @abstractmethod
     def local_heads(self) -> tuple[CausalSelfAttention, int]:
-        """A layer that computes the attention of this rank's heads, and its first head's number in the whole layer.
+        """A layer that computes the attention of this rank's heads, and the number of the first of them in all heads.
 
         Only the attention of the returned layer is used, not its linear maps.
         """
@@ -976,7 +986,7 @@ class TransformerBlockBase(Composite, SequenceLayer):
         return dropout.mask(x, run) if dropout.drops(x, run) else x
 
     def _joined(self, branch: Array, bias: Array | None, dropout: Dropout, stream: Array, run: Run) -> Array:
-        """Return dropout of ``branch + bias``, plus the residual stream, computed in the memory of ``branch``."""
+        """Return the residual ``stream`` plus dropout of ``branch + bias``; ``branch`` may be overwritten."""
         if bias is None or dropout.drops(branch, run):
             if bias is not None:
                 add_bias(branch, bias)

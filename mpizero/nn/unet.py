@@ -1,8 +1,9 @@
 """Define the U-Net, a model of fields that computes on grids from fine to coarse and back (Ronneberger et al., 2015).
 
-:class:`UNet` is made of blocks that a pipeline can cut anywhere. Between them goes a tree ``(x, skips)``: the field
-``x`` on the current grid, and the fields of all finer grids, the finest first, which blocks after the middle need. A
-:class:`UNetDown` appends to the skips, :class:`UNetMiddle` passes them on, and a :class:`UNetUp` takes the last one.
+:class:`UNet` is made of blocks, between any two of which a pipeline can cut. Blocks pass on a tree ``(x, skips)``: the
+field ``x`` on the current grid, and the fields of all finer grids, the finest first, which blocks after the middle
+need. A :class:`UNetDown` appends to the skips, :class:`UNetMiddle` passes them on, and a :class:`UNetUp` takes the last
+one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class UNetDown(Composite):
     Parameters
     ----------
     convolutions, coarsen : Layer
-        The layers.
+        The layer that computes on the grid, and the layer that makes its result coarser.
     finest : bool
         Whether the input is ``x`` alone, in any real dtype.
     """
@@ -124,7 +125,7 @@ class UNetUp(Composite, FieldLayer):
     Parameters
     ----------
     refine, convolutions : Layer
-        The layers.
+        The layer that makes the field finer, and the layer that computes on the skip's grid.
     finest : bool
         Whether there are no further skips, so that the output is ``y`` alone.
     """
@@ -247,9 +248,10 @@ class UNet(FieldModel):
 
     On each of ``levels`` grids a convolution, a group norm and an activation run twice. Grid l has ``width * 2**l``
     channels. A convolution with stride 2 makes a field coarser, so that an axis of n positions becomes one of
-    ceil(n / 2): any extents will do. On the way back the finer field is appended to the skip, what was computed on that
-    grid before. (U-Nets after Ronneberger, Fischer and Brox, *U-Net*, 2015, normalize batches, or nothing; here a
-    sample's prediction does not depend on other samples.) Blocks cannot be split over tensor groups.
+    ceil(n / 2): any extents will do. On the way back from coarse to fine, the field that was made finer is appended to
+    the channels of the skip: the result of the convolutions on the same grid on the way down. (U-Nets after
+    Ronneberger, Fischer and Brox, *U-Net*, 2015, normalize batches, or nothing; here a sample's prediction does not
+    depend on other samples.) Blocks cannot be split over tensor groups.
 
     Parameters
     ----------

@@ -176,7 +176,7 @@ def _location(coroutine: greenlet) -> str:
 
 
 class _Call(NamedTuple):
-    """Describe one tile's call of a collective: its name, settings that are equal for all tiles, and its arrays."""
+    """Describe one tile's call of a collective: name, settings (which must be the same for all tiles), and arrays."""
 
     kind: str
     settings: tuple[Any, ...]
@@ -184,7 +184,7 @@ class _Call(NamedTuple):
 
     @property
     def comparable(self) -> tuple[Any, ...]:
-        """Name, settings, dtypes and shapes, in which all calls must agree; gathers and shifts may differ in length."""
+        """Name, settings, dtypes and shapes, which must be equal in all calls; for gathers and shifts no shapes."""
         sums = self.kind not in ("all_gather", "shift")
         return self.kind, self.settings, [(x.dtype, x.shape if sums else x.ndim) for x in self.arrays]
 
@@ -265,7 +265,7 @@ class VirtualRanks:
         return [xp.ascontiguousarray(scattered[index]) for index in indices]
 
     def _shift(self, arrays: Sequence[tuple[Array, ...]], by: int, tag: str) -> Sequence[ShiftRequest]:
-        """Pass arrays from each tile to another: within this rank by copies, between ranks by two real shifts."""
+        """Pass each tile's arrays to another tile: to one of this rank by copies, else by a shift of the real group."""
         ranks, over = divmod(by, self.hosted)
         received: list[tuple[Array, ...]] = [()] * self.hosted
         requests: list[tuple[int, ShiftRequest]] = []
@@ -315,7 +315,7 @@ class Arrived(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VirtualGroup:
-    """Represent the group of all tiles, each of which is a rank of it, for one tile; implements :class:`Group`.
+    """Represent, for one tile, the group whose ranks are all tiles; implements :class:`Group`.
 
     Its methods are collective over all tiles; the tiles of this process call them in one :func:`run_in_turns`.
 
@@ -352,7 +352,7 @@ class VirtualGroup:
         return self._wait("all_gather", (x,), axis, tuple(sizes), tag)
 
     def reduce_scatter(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Return this tile's part of the sum of the tiles' arrays along ``axis``, as a new array. Collective."""
+        """Return this tile's part, along ``axis``, of the sum of all tiles' arrays, as a new array. Collective."""
         self._require("reduce_scatter", x, tag)
         axis = self._along("reduce_scatter", x, axis, sizes, tag)
         if x.shape[axis] != sum(sizes):
@@ -485,7 +485,7 @@ class TileParameters:
 
     @cached_property
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """The parameters that the rank holds; for a split parameter, the union of the tiles' parts."""
+        """The specs of the parameters that the rank holds; of a split parameter, the union of the tiles' parts."""
         return tuple(_union(specs) for specs in zip(*self.declared, strict=True))
 
     @cached_property
@@ -507,7 +507,7 @@ class TileParameters:
 
         The arrays are views of ``grads``, or copies that :meth:`collect` copies back. Of a parameter that every tile
         holds whole, all tiles compute the same gradient: the first tile writes it to ``grads``, the others write to new
-        arrays. So it is with integer arrays, too, but here the new arrays start with the old values.
+        arrays. The same holds for integer arrays, except that their new arrays begin as copies of those in ``grads``.
         """
         count = len(self.declared)
         copies: list[_Copied] = []
@@ -556,10 +556,10 @@ def _new_gradient(array: Array) -> Array:
 
 
 def copied(grads: Any) -> Any:
-    """Return new arrays like ``grads``, with the values of integer arrays and of arrays that may hold NaN marks.
+    """Return new arrays like ``grads``; NumPy arrays of floats that do not begin with NaN are left uninitialized.
 
-    NaN marks show which gradients a layer does not write. Other arrays are uninitialized, because copying them would
-    cost a pass over memory.
+    Copying these would cost a pass over memory. All other arrays are copied: the layers need the values of integer
+    arrays, and a caller may fill gradients with NaN, to find those that a layer does not write.
     """
     if isinstance(grads, Mapping):
         return _like(grads, {name: copied(value) for name, value in grads.items()})
@@ -613,7 +613,7 @@ def _cut(spec: ParameterSpec) -> _Cut:
 
 
 def _aligned(size: int) -> int:
-    """Round up to a multiple of 16, so that every tile's part begins at the same place in a cache line as the first."""
+    """Round up to a multiple of 16, so that the parts of all tiles begin at the same offset from a cache line."""
     return -size // 16 * -16
 
 
@@ -695,7 +695,10 @@ class TileGrid:
         return [row for row in rows for _ in range(self.across)]
 
     def _sizes(self, positions: int, axis: int | None) -> tuple[int, ...]:
-        """Return how many of a context tile's positions each tensor tile has; ``(positions,)`` if ``axis`` is not 1."""
+        """Return how many of a context tile's positions each tensor tile of this rank has, if ``axis`` is 1.
+
+        Otherwise every tensor tile has all of them: ``(positions,)``.
+        """
         if axis != 1:
             return (positions,)
         sizes = Partition(positions, self.tensor.size).sizes()
@@ -795,7 +798,10 @@ class TiledBlock(Layer):
         return self._inputs(self._views(params), cache, dy)
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
-        """Overwrite the gradients, summed over context tiles in the order of the summation tree. Collective."""
+        """Overwrite the gradients, summed over context tiles in the order of the summation tree.
+
+        Collective over the groups that the block is split over.
+        """
         self._weights(self._views(params), cache, pending, grads)
 
     def backward(self, params: Params, cache: Any, dy: Array, grads: Params) -> Array | None:
@@ -961,7 +967,10 @@ class TiledLoss:
         return _tree_sum([row[0] for row in rows]), _tree_sum([row[1] for row in rows]), [cache for *_, cache in passes]
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
-        """Return ``scale`` times the gradient of the loss sum with respect to this rank's part of the prediction."""
+        """Return ``scale`` times the gradient of the loss sum with respect to this rank's part of the prediction.
+
+        Not collective.
+        """
         gradients = run_in_turns([partial(loss.backward, c, scale) for loss, c in zip(self.losses, cache, strict=True)])
         gradient: Array = self.grid.join(gradients, self.axis)
         return gradient
