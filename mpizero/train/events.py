@@ -23,7 +23,7 @@ from mpizero._util.checks import home_path
 from mpizero._util.text import printable
 from mpizero.errors import DataError
 
-#: Numbers of larger magnitude are taken for damage, or for values that are not finite: a few of them have no sum.
+#: Numbers of larger magnitude are taken for damage, or for values that are not finite: their sums would overflow.
 LARGEST = 1e300
 #: The last time that has a date in all systems' calendars, in seconds since 1970.
 LATEST = 1e11
@@ -203,7 +203,7 @@ class SessionStart(RunEvent):
         Versions of mpizero and the libraries that it uses.
     machine : dict
         ``processor``, ``cores`` (number that rank 0 may use), ``threads`` (per rank), ``device``, ``job`` (the Slurm
-        job's number, or "").
+        job's number, or ""), and ``bits`` (as in :class:`~mpizero.train.setup.TrainingResult`).
     planned : dict of str to list of int
         Planned bytes of host memory, such as those of "parameters", by rank, as ``mpizero plan`` computes them; empty
         if there is no plan.
@@ -529,7 +529,7 @@ class RunRecords:
     steps : tuple of dict
         The metrics of each step.
     superseded : tuple of dict
-        The first metrics of each step that was repeated after a resume.
+        The metrics that an earlier session wrote for steps that were repeated after a resume.
     sessions : tuple of SessionRecords
         The events by session; empty if an early version, which recorded no events, has written the run.
     result : dict or None

@@ -75,7 +75,7 @@ class RunFolder:
     metrics, events : Path
         Files with one line of JSON for each step, and for each event (``train/events.py``).
     superseded : Path
-        File with the first metrics of each step that was repeated after a resume.
+        File with the metrics that an earlier session wrote for steps that were repeated after a resume.
     marker : Path
         File that exists if the run is complete; it contains the result as a line of JSON.
     stop_file, stopped : Path
@@ -246,7 +246,7 @@ class RunFolder:
             _write(file, json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def complete(self, result: Mapping[str, Any]) -> None:
-        """Write the result to :attr:`marker`, the file that says that the run is complete."""
+        """Write the result to :attr:`marker`, the file that says that the run is complete; call :meth:`obey_stop`."""
         with self._errors_say("the marker cannot be written"):
             write_atomic(self.marker, json.dumps(result, allow_nan=False).encode() + b"\n")
         self.obey_stop()
@@ -698,7 +698,8 @@ class Saver:
         """Set the state for a run that was resumed from the checkpoint of ``step``, or is new (``step`` is 0).
 
         Collective over the job's ranks. ``best`` is the step of the best checkpoint so far, or None. If that checkpoint
-        does not exist any more, the link ``best`` is removed until there is a better one.
+        does not exist any more, the link ``best`` is removed until there is a better one. If the setting
+        ``checkpoint.best`` is None, ``best`` is ignored, and the link of an earlier session stays.
         """
         self.step, folder = step or -1, self._folder.checkpoints
         if self._section.best is None:
