@@ -285,7 +285,7 @@ def takes_run(function: Callable[..., Any], name: str, *arguments: str) -> bool:
     Raises
     ------
     ConfigError
-        If the function cannot be called with as many positional arguments as ``arguments`` names.
+        If the function cannot be called with that many positional arguments.
     """
     try:
         signature = inspect.signature(function)

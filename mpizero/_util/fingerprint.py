@@ -285,7 +285,7 @@ def _function(_: Fingerprint, value: Any) -> Parts:
 
 
 def _object(fingerprint: Fingerprint, value: Any) -> Parts:
-    """Decompose an object for which :data:`_RULES` has no rule into its fields.
+    """Decompose an object into its fields; used for objects whose type fits no entry of :data:`_RULES`.
 
     The object is left out of the comparison if Python cannot see its fields.
     """

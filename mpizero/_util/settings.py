@@ -6,9 +6,10 @@ and from :class:`ConfigSection`, whose errors name a setting and its values as t
 to use, or raises :class:`~mpizero._util.checks.Unexpected`, whose text says what is expected. If a check raises another
 ValueError, its text is the whole error message, apart from the name and value of the setting.
 
-[Note: no library] Libraries such as msgspec and pydantic check types and ranges in fewer words. But their errors would
-have to be parsed to give messages with the value, the allowed values, the most similar word and a remedy; and NumPy's
-numbers, durations of batch systems, and settings that do not fit together would need functions of their own there, too.
+[Note: no library] With libraries such as msgspec and pydantic, checks of types and ranges are shorter. But their errors
+would have to be parsed to give messages with the value, the allowed values, the most similar word and a remedy; and
+NumPy's numbers, durations of batch systems, and settings that do not fit together would need functions of their own,
+too.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class FunctionModel:
     product : callable or None
         ``product(parameters, (x, y), direction) -> (products, weight)``: the product of the Hessian of the sum of
         losses, or of an approximation such as Gauss and Newton's, with a direction. Products and direction are mappings
-        by parameter name, like gradients. The weight is that of ``loss_and_grad``. :func:`mpizero.minimize` uses it in
-        "newton-cg" and "gauss-newton".
+        by parameter name, like gradients. The weight is that of ``loss_and_grad``. :func:`mpizero.minimize` calls this
+        function with the methods "newton-cg" and "gauss-newton".
     frozen : collection of str
         Names of the parameters that are not trained.
     averaged : collection of str

@@ -62,7 +62,7 @@ def shared_generators() -> dict[str, bytes]:
 
 
 def differing(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str | None:
-    """Return the shortest path whose digest differs between two states, or is in one only; None if they are equal.
+    """Return the shortest path whose digest differs between two states or is missing in one; None if they are equal.
 
     If a value inside a list or dictionary differs, the path of the list or dictionary is returned.
     """
@@ -339,7 +339,7 @@ def _zeros(tree: Any, samples: int) -> Any:
 
 
 class PassSeconds(NamedTuple):
-    """Hold the shortest measured times of a forward and backward pass, of ``samples`` samples and of one sample."""
+    """Hold the shortest seconds of forward and backward pass: ``all`` of ``samples`` samples, ``one`` of one sample."""
 
     samples: int
     all: float

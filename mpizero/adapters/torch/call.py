@@ -298,7 +298,10 @@ class TorchSettings:
     mpizero_kernels: bool = False
 
     def functions(self) -> AbstractContextManager[Any]:
-        """Return a context that uses mpizero's kernels if set; in it, every call of PyTorch takes a little longer."""
+        """Return a context that uses mpizero's kernels if :attr:`mpizero_kernels` is true, and does nothing otherwise.
+
+        With these kernels, every call of PyTorch in the context takes a little longer.
+        """
         return MpizeroKernels() if self.mpizero_kernels else nullcontext()
 
 
@@ -312,9 +315,9 @@ _deterministic = getattr(torch._C, "_set_deterministic_algorithms", torch.use_de
 
 @contextmanager
 def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[None]:
-    """Let this thread alone use PyTorch, with ``settings`` and, if given, ``seed``; restore the old ones at the end.
+    """Let this thread alone use PyTorch, with ``settings`` and, if given, random numbers from ``seed``.
 
-    Not collective.
+    PyTorch's previous settings and states of generators are restored at the end. Not collective.
     """
     with _TURN:
         threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()

@@ -233,7 +233,7 @@ class OriginalForward:
     made : callable
         Returns the module that was given, or a newly made one.
     blocks : sequence of str
-        The names of its blocks, in order.
+        The names of the module's blocks, in order.
     settings : TorchSettings
         Settings of the process during a pass.
     """

@@ -220,9 +220,9 @@ class ModuleCall:
                 )
 
     def on_zeros(self, x: Any, dtype: np.dtype[Any], mode: AbstractContextManager[Any]) -> Any:
-        """Return the output for ``x`` of a copy of the module, in training, with zero parameters and stored buffers.
+        """Return the output for ``x`` of a copy of the module whose parameters and stored buffers are set to zero.
 
-        The pass runs inside the context manager ``mode``. Not collective.
+        The copy is in training mode. The pass runs inside the context manager ``mode``. Not collective.
         """
         kinds = (dtype, np.result_type(dtype, np.complex64))
         values = [as_tensor(np.zeros(spec.shape, kinds[spec.complex])) for spec in self.tensors.specs]

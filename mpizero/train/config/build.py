@@ -194,9 +194,9 @@ def _sequence(config: RunConfig) -> int:
 def build_model(config: RunConfig, *sources: Any) -> Any:
     """Build the model; the numbers of inputs and outputs of an MLP or a model of fields are taken from the data.
 
-    Not collective. ``sources`` are the samples for training and for validation. If both have
-    classes, the larger number of classes counts. If a user's function has a parameter ``source``, it gets the training
-    samples, which are opened if ``sources`` is empty.
+    Not collective. ``sources`` are the samples for training and for validation. A classifier gets an output for each
+    class that occurs in one of them. If a user's function has a parameter ``source``, it gets the training samples,
+    which are opened if ``sources`` is empty.
 
     Raises
     ------

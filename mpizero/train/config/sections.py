@@ -542,7 +542,7 @@ class FieldModelSection(ArrayModelSection):
     activation_checkpointing: bool = setting(False, flag, resume="free")
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError as in the base class, or if ``tensor`` is more than 1, or the domain does not fit the fields.
+        """Raise SettingError as in the base class, or if ``tensor`` is more than 1 or a domain does not fit the fields.
 
         The domain must have as many axes as the fields of ``model`` have axes of space; this is checked only if
         ``model`` is given.
