@@ -104,8 +104,8 @@ def check_callbacks(callbacks: object) -> tuple[Any, ...]:
     Raises
     ------
     ArgumentError
-        If a callback is a class, a function, or an object without a method that a run calls; or if two callbacks have
-        the same ``state_name``. The message says what to pass instead.
+        If a callback is a class, a function, or an object without a method that a run calls; or if the states of two
+        callbacks have the same name (:func:`state_name`). The message says what to pass instead.
     """
     if isinstance(callbacks, str | bytes | Mapping) or not isinstance(callbacks, Iterable):
         raise ArgumentError(f"Trainer: callbacks={callbacks!r:.80}: expected a list of objects")
@@ -264,7 +264,7 @@ class CallbackRounds:
         self._wanted = self._wanted or str(reason) or "a callback"
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call the method ``hook`` of all callbacks that have it, with ``arguments``. Collective if there are any.
+        """Call the method ``hook`` of all callbacks that have it, with ``arguments``. Collective if one of them has it.
 
         Raises
         ------

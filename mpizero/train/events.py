@@ -151,7 +151,7 @@ class RunEvent:
 
 
 def _check_by_rank(ranks: int, lists: Mapping[str, Any], kind: type = float) -> None:
-    """Raise ValueError, which names the list, if one of ``lists`` is not ``ranks`` numbers of the type ``kind``."""
+    """Raise ValueError, which names the list, if one of ``lists`` is no list of ``ranks`` numbers of type ``kind``."""
     for name, values in lists.items():
         if not fits(values, list[kind]) or len(values) != ranks:  # type: ignore[valid-type]
             raise ValueError(f"{name} is no list of {ranks} numbers: {_shortened(values)}")
@@ -194,9 +194,9 @@ class SessionStart(RunEvent):
         Sizes of the axes by name, ``order``, ``schedule`` (None without a pipeline), ``virtual_stages``, ``domain`` (a
         list, if there is one; its ranks are numbered by the coordinate ``context``), ``zero_stage``, ``global_batch``,
         ``grains``, ``grain_size``, ``accumulate``, ``tiles``, ``ranks_per_node`` (those that share memory),
-        ``shard_nodes`` (nodes over which ZeRO-3 shards parameters; None is all),
-        ``exactness`` (a text: which other layouts give the same bits) and ``chunks``, a list of dicts with the
-        ``stage`` and the ``blocks`` of each chunk.
+        ``shard_nodes`` (number of nodes over which ZeRO-3 shards parameters; None is all), ``exactness`` (a text: which
+        other layouts give the same bits) and ``chunks``, a list of dicts with the ``stage`` and the ``blocks`` of each
+        chunk.
     config : dict of dict
         The settings of the run, by section and key of the configuration file.
     versions : dict of str to str
@@ -210,7 +210,7 @@ class SessionStart(RunEvent):
     planned_device : dict of str to list of int
         Planned bytes of GPU memory, in the form of ``planned``.
     not_planned : str
-        Message of the error for which there is no plan; "" if there is a plan.
+        Message of the error because of which there is no plan; "" if there is a plan.
     """
 
     kind: ClassVar[str] = "start"

@@ -341,7 +341,7 @@ class TrainingLoop:
         )
 
     def _take(self, saved: SavedRun) -> None:
-        """Set the state of this loop to that of a checkpoint, so that the run continues after its step."""
+        """Set the state of this loop to that of a checkpoint, so that the run continues after the checkpoint's step."""
         setup, self.step, self.loss = self.setup, saved.step, saved.state.loss
         if self.step > setup.loop.steps:
             raise rejected(

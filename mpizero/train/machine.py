@@ -280,7 +280,10 @@ def library_versions() -> dict[str, str]:
 
 
 def machine(threads: int, device: str, job: str, bits: str) -> dict[str, Any]:
-    """Return a dict of the processor's name, this process's number of cores, and the arguments. Not collective."""
+    """Return a dict of the processor's name, this process's number of cores, and all arguments by their names.
+
+    Not collective.
+    """
     return {
         "processor": processor(), "cores": len(cores()), "threads": threads, "device": device, "job": job, "bits": bits
     }  # fmt: skip

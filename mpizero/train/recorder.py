@@ -381,9 +381,9 @@ def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list
 class SessionPlan:
     """Plan the memory of each rank of a run, and the timetable of its pipeline. Not collective.
 
-    For the plan no block of the model is executed, which could take as long as many steps, and would call user code
-    unexpectedly. So the plan has the memory that the library allocates, but not that of activations, which
-    ``mpizero plan`` has, too.
+    For the plan no block of the model is executed, because that could take as long as many steps, and would call user
+    code unexpectedly. So the plan has the memory that the library allocates, but lacks that of activations, which the
+    plan of ``mpizero plan`` includes.
 
     Parameters
     ----------

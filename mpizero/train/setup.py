@@ -207,8 +207,8 @@ class TrainingResult:
     strategy : str
         Name of the ZeRO strategy, such as "zero2".
     layout : dict
-        Sizes of the axes "pipeline", "tensor", "data" and "context", and the "schedule" (None without a pipeline); with
-        a "domain", its parts of each axis of space.
+        Sizes of the axes "pipeline", "tensor", "data" and "context", and the "schedule" (None without a pipeline). If
+        the space of fields is cut, also "domain": into how many parts along each axis of space.
     unit : str
         "tokens" or "samples".
     speed : float or None

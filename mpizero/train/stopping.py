@@ -430,7 +430,7 @@ class Session:
     status : int
         Exit status of the training.
     steps : dict
-        The step of the newest checkpoint by folder of checkpoints; empty folders are left out.
+        For each folder of checkpoints, the step of its newest checkpoint; empty folders are left out.
     hasty : int
         Number of sessions in a row, up to this one, that were asked to stop soon after their start, or before they had
         completed a second step.

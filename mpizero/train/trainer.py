@@ -248,7 +248,8 @@ class TrainerArguments:
         Raises
         ------
         ConfigError
-            If a full-batch method would not get the same samples in every step.
+            If a full-batch method would not get the same samples in every step, or has a setting that only
+            :func:`mpizero.minimize` allows; with any other optimizer, if ``global_batch`` is 0.
         """
         method = self._method
         if method is None:
@@ -640,7 +641,7 @@ class Trainer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the trainer; after an exception, defer closing until all ranks make a model or a mesh together."""
+        """Close the trainer; after an exception, defer closing until all ranks make another model or mesh together."""
         if self._closed:
             return
         self._closed = True

@@ -173,7 +173,7 @@ class PendingWeights(NamedTuple):
 
 
 class HalfTimes(NamedTuple):
-    """Hold the seconds of a backward pass and of its two halves, and whether both give equal gradients."""
+    """Hold the seconds of a backward pass and of its two halves, and whether halves and whole give equal gradients."""
 
     full: float
     inputs: float

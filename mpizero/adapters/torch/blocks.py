@@ -51,7 +51,7 @@ from mpizero.types import EVALUATE, INTEGER_DTYPES, IntegerSpec, ParameterSpec, 
 
 
 class _SavedTensor(NamedTuple):
-    """Hold a tensor that autograd saves, and its version at that time."""
+    """Hold a tensor that autograd saves, and the version that the tensor had when it was saved."""
 
     tensor: torch.Tensor
     version: int

@@ -266,7 +266,7 @@ def chosen_blocks(module: torch.nn.Module, blocks: Any) -> list[str]:
 
 
 def check_blocks_complete(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> None:
-    """Raise :class:`ConfigError` if a parameter is in none of the blocks, or a block contains another one."""
+    """Raise :class:`ConfigError` if a parameter or buffer is in no block, or if a block contains another block."""
     names = list(blocks)
     for i, name in enumerate(names):
         if inner := next((other for other in names[:i] + names[i + 1 :] if other.startswith(f"{name}.")), None):

@@ -145,7 +145,7 @@ def apart(full: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_p
 
 @dataclass
 class _Chain:
-    """Hold the input of the next block for all samples and for their parts, and the output of the last block."""
+    """Hold the input of the next block for all samples and for their parts, and the output of the block before it."""
 
     next: int = 0
     count: int = 0
@@ -179,7 +179,7 @@ class Trial:
     def output(self, number: int, parts: InParts | None) -> None:
         """Store ``parts``, the output of block ``number`` for all samples and for two parts; None if it is unknown.
 
-        :meth:`input` returns it to the next block.
+        :meth:`input` returns ``parts`` to the next block.
         """
         chain = self._chains[threading.get_ident()]
         chain.next, chain.parts = number + 1, parts
@@ -221,7 +221,7 @@ class CopyGraph(NamedTuple):
     half_precision : bool
         Whether a function of PyTorch has returned numbers of 16 bits.
     gradients : dict
-        The gradients of the ends, where there was a backward pass.
+        The gradients with respect to ``ends``, by name; empty if there was no backward pass.
     outside : list
         Weak references to other tensors whose gradients a backward pass would compute.
     """
@@ -315,7 +315,7 @@ class ModuleCopy:
 def _outside(tensors: Sequence[Any], known: Iterable[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
     """Return weak references to the leaves of a graph besides ``known``.
 
-    Leaves that only the pass has made are freed with the graph; leaves that live on belong to someone else.
+    Leaves that the pass itself has made are freed with the graph; leaves that live on are held by other objects.
     """
     inside = {id(tensor) for tensor in known}
     return [weakref.ref(leaf) for leaf in graph_leaves(tensors) if id(leaf) not in inside]

@@ -273,7 +273,7 @@ class TorchModel:
 
     @property
     def other_names(self) -> dict[str, str]:
-        """First names, by other name, of parameters and buffers that the module holds in several places."""
+        """The other names of parameters and buffers that the module holds in several places, mapped to their first."""
         homes: dict[int, str] = {}
         names: dict[str, str] = {}
         for block, call in self._calls.items():
@@ -569,7 +569,7 @@ class LeftBehind:
             module.register_load_state_dict_pre_hook(self.before_load)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a hook for the copy of the module, which prints nothing."""
+        """Return a hook that prints nothing, for the copy of the module."""
         return type(self)()
 
     def __reduce__(self) -> Any:

@@ -205,7 +205,7 @@ class Reads(Kernels):
         self._names, self.first = {address: name for address, name in names.items() if address}, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation, and record which of the watched tensors are among its arguments."""
+        """Run one operation, and note a watched tensor among its arguments, unless one was noted before."""
         used = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         self.first = self.first or next((name for leaf in used if (name := self._names.get(_address(leaf)))), "")
         return func(*args, **(kwargs or {}))

@@ -148,7 +148,10 @@ class ModuleCall:
             yield
 
     def forward_values(self, params: Params) -> list[torch.Tensor]:
-        """Return the tensors to use in place of ``tensors.stored``, copied if they may change (in :meth:`prepared`)."""
+        """Return the tensors to use in place of ``tensors.stored``, copied if the pass may change them.
+
+        To be called in the context of :meth:`prepared`.
+        """
         block, new, arrays = self.tensors, self.new, self.values(params)
         bring(block.others, self._device(arrays))
         tensors = [t.clone() if spec.averaged or new else t for t, spec in zip(arrays, block.specs, strict=True)]

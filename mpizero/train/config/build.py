@@ -194,9 +194,9 @@ def _sequence(config: RunConfig) -> int:
 def build_model(config: RunConfig, *sources: Any) -> Any:
     """Build the model; the numbers of inputs and outputs of an MLP or a model of fields are taken from the data.
 
-    Not collective. ``sources`` are the samples for training and for validation. A classifier gets an output for each
-    class that occurs in one of them. If a user's function has a parameter ``source``, it gets the training samples,
-    which are opened if ``sources`` is empty.
+    Not collective. ``sources`` are the samples for training and for validation. If their numbers of classes differ, a
+    classifier gets outputs for the larger one. If a user's function has a parameter ``source``, it gets the training
+    samples, which are opened if ``sources`` is empty.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def build_model(config: RunConfig, *sources: Any) -> Any:
 
 
 def _frozen(section: ModelSection, model: Any) -> Any:
-    """Return the model with the parameters that ``model.freeze`` names excluded from training."""
+    """Return the model; the parameters that ``model.freeze`` names are not trained in it."""
     if section.freeze is None:
         return model
     try:

@@ -75,7 +75,7 @@ class LoopSection(ConfigSection):
         Raises
         ------
         SettingError
-            If ``global_batch`` has another value, or ``prefetch`` is set.
+            If ``global_batch`` is set to a number other than ``count``, or ``prefetch`` is set.
         """
         if self.global_batch not in (ALL_SAMPLES, count):
             raise self.reject(
@@ -305,7 +305,7 @@ def check_overridden(keys: Sequence[str], config: Tables) -> tuple[str, ...]:
     Raises
     ------
     ConfigError
-        If a key is unknown, or that setting needs no ``--override``, or must not change in a run.
+        If a key is unknown, or its setting may change without ``--override``, or must not change in a run.
     """
     known = [f"{section}.{name}" for section, values in config.items() for name in values]
     for key in keys:

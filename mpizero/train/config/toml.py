@@ -230,7 +230,7 @@ def _check_model(table: Mapping[str, Any], tables: Tables) -> None:
 
 
 def _check_name(tables: Tables, title: str, base: type[ConfigSection], default: str) -> None:
-    """Raise SettingError if the key ``name`` of the section ``title``, such as "adamw", has an unknown value."""
+    """Raise SettingError if ``name`` of the section ``title``, such as ``optimizer.name``, has an unknown value."""
     name = tables.get(title, {}).get("name", default)
     check = next(item for item in fields(base) if item.name == "name").metadata["check"]
     try:
