@@ -199,7 +199,7 @@ def one_of(*words: str) -> Check:
 
 
 def text(value: Any) -> str:
-    """Check that a value is a string that is not empty."""
+    """Check that a value is a string that is neither empty nor blank, and has no NUL characters."""
     if not isinstance(value, str) or not value.strip():
         raise Unexpected("a string that is not empty")
     if "\0" in value:

@@ -227,7 +227,7 @@ def joined(lines: Iterable[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a length of time: "2.5 ms", "3.2 s", "5 min 20 s" or "3 h 5 min"."""
+    """Format a length of time: "2.5 ms", "3.2 s", "5 min 20 s", "3 h 5 min" or, from 48 h on, "2 d 3 h"."""
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     if seconds < 60:

@@ -540,7 +540,8 @@ class TensorBoard(Callback):
     Raises
     ------
     UnsupportedError
-        In the first step, on every rank, if ``tensorboardX`` is not installed.
+        On rank 0, at the first step or validation that is written, if ``tensorboardX`` is not installed; the other
+        ranks raise RemoteError.
 
     Examples
     --------

@@ -240,7 +240,7 @@ class SessionStart(RunEvent):
         return self.ranks
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a list by rank does not have one number for each rank."""
+        """Raise ValueError if a list by rank has not one number for each rank, or ``nodes`` or ``layout`` is wrong."""
         _check_by_rank(self.ranks, {"nodes": self.nodes} | self.coordinates | self.planned | self.planned_device, int)
         _check_known(self.layout, _LAYOUT, "layout has")
         if not all(0 <= node < len(self.hosts) for node in self.nodes):

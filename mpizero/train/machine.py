@@ -245,7 +245,7 @@ def torch_build() -> tuple[str, str]:
 
 
 def gpus() -> tuple[int, list[str]]:
-    """Return the number of NVIDIA GPUs that the driver shows, and the Python packages that can use them.
+    """Return the number of NVIDIA GPUs that the driver shows, and the installed Python packages that can use them.
 
     Not collective.
     """

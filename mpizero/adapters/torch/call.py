@@ -156,7 +156,8 @@ def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
     Raises
     ------
     ConfigError
-        If there is no parameter, one has no shape yet, or they are neither all float32 nor all float64.
+        If there is no parameter, one has no shape yet, the module is compiled by ``torch.jit``, or the parameters are
+        neither all float32 nor all float64.
     """
     first: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters():

@@ -35,7 +35,11 @@ from mpizero.types import Run
 
 
 def check_parameters(module: torch.nn.Module) -> None:
-    """Raise :class:`ConfigError` for uses of parameters that do not work in a copy of the module. Not collective."""
+    """Raise :class:`ConfigError` if parts of a module, or uses of its parameters, do not work in a copy of the module.
+
+    Not collective. These are DataParallel and DistributedDataParallel, SyncBatchNorm, hooks on the gradients of
+    parameters, and parameters that are also held in other containers than the module's own.
+    """
     if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         raise ConfigError(f"TorchModel: {type(module).__name__} shares work itself: give the module inside, .module")
     for path, inner in module.named_modules():

@@ -341,8 +341,8 @@ class DataSection(ConfigSection):
 class MadeDataSection(MakeSettings):
     """Hold the section ``[data]`` that names a function of the user which makes the samples, and its arguments.
 
-    ``validation`` is the fraction of samples held back for validation. None means 0.05, or no samples if the function
-    makes the samples for validation, too.
+    ``validation`` is the fraction of samples held back for validation. None means the source's default, which is 0.05
+    unless the source sets another one, or no samples if the function makes the samples for validation, too.
     """
 
     make: str = like(MakeSettings, "make", resume="free")

@@ -110,7 +110,7 @@ def read_config(name: str) -> str:
     Raises
     ------
     ConfigError
-        If the file cannot be read. The message names the file and the reason.
+        If the file cannot be read, is larger than 1 MiB, or is not UTF-8. The message names the file and the reason.
     """
     try:
         with Path(name).open("rb") as file:  # the size is limited in read(): other than regular files have no size
