@@ -193,8 +193,8 @@ class Fingerprint:
     def hides_fields(self, kind: type) -> bool:
         """Tell whether objects of a class are not compared.
 
-        That is so if Python code cannot see their fields, or if the class has no source file or one of Python's
-        standard library; but dataclasses and namespaces with visible fields are always compared.
+        That is so if Python code cannot see their fields, or if the class is defined in Python's standard library or in
+        a module without a source file; but dataclasses and namespaces with visible fields are always compared.
         """
         if kind not in self._hidden:
             file = getattr(sys.modules.get(kind.__module__), "__file__", None)
@@ -337,7 +337,7 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
 
 
 def _bare(value: Any) -> bytes:
-    """Return the ``repr`` of a value as bytes; of a subclass of str or a number type, that of the base class."""
+    """Return the ``repr`` of a value as bytes; an instance of a subclass of str, say, has that of a plain str."""
     for kind in (str, bytes, int, float, complex):
         if isinstance(value, kind):
             return kind.__repr__(value).encode(errors="backslashreplace")

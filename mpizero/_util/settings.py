@@ -4,7 +4,7 @@ The constructor of :class:`Settings` calls the checks. Classes of settings combi
 of the configuration file inherits from the library's classes whose settings the table has (``train/config/schema.py``),
 and from :class:`ConfigSection`, whose errors name a setting and its values as the file does. A check returns the value
 to use, or raises :class:`~mpizero._util.checks.Unexpected`, whose text says what is expected. If a check raises another
-ValueError, its text is the whole error message, apart from the name and value of the setting.
+ValueError, that error's text is the whole message, apart from the name and value of the setting.
 
 [Note: no library] With libraries such as msgspec and pydantic, checks of types and ranges are shorter. But their errors
 would have to be parsed to give messages with the value, the allowed values, the most similar word and a remedy; and

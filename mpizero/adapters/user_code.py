@@ -1,4 +1,4 @@
-"""Inspect user code: its state between calls, and the cost of a grain (a fixed slice of the global batch); seed it.
+"""Inspect user code: its state between calls, the cost of a grain (a fixed slice of the global batch), random seeds.
 
 State that user code keeps from one pass to the next differs between ranks, and checkpoints do not contain it. So the
 adapters run the first pass several times, and compare all values that the code can reach (:func:`hidden_state`):

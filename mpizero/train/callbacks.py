@@ -497,7 +497,7 @@ _EXPECTED = {
 def _checked(name: str, returned: Any, *, cut: bool) -> tuple[Any, Any]:
     """Return what a metric has returned, as two floats or two fields of float64; raise ConfigError for anything else.
 
-    If a domain has ``cut`` the fields, numbers raise the error, too.
+    ``cut`` is true if a domain cuts the fields; then two numbers raise the error, too.
     """
     pair: Any = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (None, None)
     fields = [

@@ -200,8 +200,8 @@ class TrainingResult:
     parameters_sha256 : str
         SHA-256 of the bytes of all parameters, in declared order.
     bits : str
-        "every CPU" if the type of CPU does not matter to the bits, else "this CPU, because ", followed by what computes
-        besides this library: see :class:`ModelMetadata`.
+        "every CPU" if the type of CPU does not matter to the bits, else "this CPU, because ", followed by the other
+        libraries or functions that compute results: see :class:`ModelMetadata`.
     ranks : int
         Number of ranks.
     strategy : str
