@@ -209,7 +209,8 @@ def native(array: NDArray[Any]) -> NDArray[Any]:
 
     Files of other machines may have the other byte order. NumPy computes with either, but MPI messages, checksums and
     compiled code read the bytes as they are, and equal numbers must be equal bytes. Compiled code also refuses a dtype
-    that names this machine's order, "<", where NumPy's have "=": that of an array mapped from HDF5.
+    that names this machine's byte order explicitly, by "<" or ">" in place of NumPy's usual "=", as the dtype of an
+    array mapped from HDF5 does.
     """
     swapped = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     if swapped.dtype.byteorder in "<>":
@@ -284,7 +285,7 @@ def takes_run(function: Callable[..., Any], name: str, *arguments: str) -> bool:
     Raises
     ------
     ConfigError
-        If the function cannot be called with as many positional arguments as ``arguments`` names.
+        If the function cannot be called with that many positional arguments.
     """
     try:
         signature = inspect.signature(function)

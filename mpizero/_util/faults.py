@@ -53,8 +53,8 @@ class InjectedError(RuntimeError):
 class Fault:
     """Hold the fault that ``MPIZERO_FAULT`` chose for this process, and count the calls of :func:`inject` for its site.
 
-    ``occurrence`` is the number of the call, from 1, that performs ``action``. ``value`` is the text after ``=`` in the
-    action.
+    ``occurrence`` is the number of the call, from 1, that performs ``action``; 0 means every call. ``value`` is the
+    text after ``=`` in the action, such as the seconds of "sleep=2.5".
     """
 
     site: str

@@ -1,17 +1,19 @@
 """Compute a digest of any Python object; the digest is equal on all ranks that hold an equal object.
 
-A :class:`Fingerprint` takes a value apart level by level, by the first of its rules that fits the value's type. For
-functions and objects of a user it inspects code, to find which variables are read and which fields are changed. Where
-digests differ, :func:`words` and :func:`shown` name the part of a value and the value itself for the error message.
+A :class:`Fingerprint` takes a value apart level by level, each time with a function that the value's type determines.
+For functions and objects of a user it inspects code, to find which variables are read and which fields are changed.
+Where digests differ, :func:`words` names the part of a value that differs, and :func:`shown` describes that part, for
+the error message.
 
 [Note: what is compared] The digest of an object covers its class and its fields. The digest of a function covers its
 name, code, default arguments, and the global and enclosing variables that it reads and does not change. The digest does
 not depend on the process: addresses, string hashes, lines and paths of source files, and the order of sets and
-dictionaries are not part of it. Values stored by a ``cached_property`` are not part of it. For an object of a user's
-class, fields that its methods change when mpizero calls them are not part of it either. For modules, and for classes
-and functions of installed packages, only the name is compared. Digests are saved with runs, so names of mpizero's own
-classes and functions leave out their modules, which may change between versions; the module of a user's class is part
-of its name. Three kinds of things are left out:
+dictionaries (but for an ``OrderedDict``) are not part of it. Values stored by a ``cached_property`` are not part of it.
+For an object of a user's class, fields that the class's methods change when mpizero calls these methods are not part of
+it either. For modules, and for classes of installed packages, only the name is compared; for a function of an installed
+package the name, the default arguments and the enclosing variables, but no code and no global variables. Digests are
+saved with runs, so names of mpizero's own classes and functions leave out their modules, which may change between
+versions; the module of a user's class is part of its name. Three kinds of things are left out:
 
 - fields and variables whose name says that they may differ between ranks: names that begin with an underscore, are
   ``rank``, ``myrank`` or ``device``, or end in ``_rank`` or ``_device``, in lower or upper case. This does not apply to
@@ -20,8 +22,8 @@ of its name. Three kinds of things are left out:
 - objects whose content cannot be read: open files, locks, random generators, progress bars, objects of compiled code,
   and arrays of more than 64 MiB. Such objects are listed in :attr:`Fingerprint.left_out`.
 
-If a class has a property ``fingerprint``, or a method ``fingerprint`` without arguments, the value of that property or
-method is compared instead of the fields of an object.
+If a class has a property ``fingerprint``, or a method ``fingerprint`` without arguments, then the property's value, or
+what the method returns, is compared in place of the fields of the class's objects.
 """
 
 from __future__ import annotations
@@ -168,9 +170,9 @@ class Fingerprint:
         return rule(self, value)
 
     def members(self, kind: type) -> dict[str, Any]:
-        """Return the members of a class that are compared, by ``.name``.
+        """Return the members of a class that are compared, in a dict with keys of the form ``.name``.
 
-        They are the members that the class itself or a base class defines, if that class is the user's own.
+        Only members that are defined in the user's own code are compared, be it by the class itself or by a base class.
         """
         if kind not in self._classes:
             members: dict[str, Any] = {}
@@ -189,7 +191,11 @@ class Fingerprint:
         return self._ignored[kind]
 
     def hides_fields(self, kind: type) -> bool:
-        """Tell whether objects of a class are not compared: their fields are hidden, or the class is Python's own."""
+        """Tell whether objects of a class are not compared.
+
+        That is so if Python code cannot see their fields, or if the class is defined in Python's standard library or in
+        a module without a source file; but dataclasses and namespaces with visible fields are always compared.
+        """
         if kind not in self._hidden:
             file = getattr(sys.modules.get(kind.__module__), "__file__", None)
             bare = not kind.__dictoffset__ and not any("__slots__" in vars(base) for base in kind.__mro__)
@@ -279,7 +285,7 @@ def _function(_: Fingerprint, value: Any) -> Parts:
 
 
 def _object(fingerprint: Fingerprint, value: Any) -> Parts:
-    """Decompose an object for which :data:`_RULES` has no rule into its fields.
+    """Decompose an object into its fields; used for objects whose type fits no entry of :data:`_RULES`.
 
     The object is left out of the comparison if Python cannot see its fields.
     """
@@ -331,7 +337,7 @@ _RULES: tuple[tuple[Any, Callable[[Fingerprint, Any], Parts]], ...] = (
 
 
 def _bare(value: Any) -> bytes:
-    """Return the ``repr`` of a value as bytes; an instance of a subclass of str or int, say, as one of str or int."""
+    """Return the ``repr`` of a value as bytes; an instance of a subclass of str, say, has that of a plain str."""
     for kind in (str, bytes, int, float, complex):
         if isinstance(value, kind):
             return kind.__repr__(value).encode(errors="backslashreplace")
@@ -392,7 +398,8 @@ def _offers(kind: type) -> bool:
 def _is_member(name: str, item: Any) -> bool:
     """Tell whether an attribute of a class is compared.
 
-    Slots are not compared, and ``__call__`` is. For other attributes the name decides; see [Note: what is compared].
+    Descriptors of slots are not compared, and ``__call__`` is. For other attributes the name decides; see [Note: what
+    is compared].
     """
     if isinstance(item, types.MemberDescriptorType | types.GetSetDescriptorType):
         return False

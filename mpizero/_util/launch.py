@@ -140,7 +140,7 @@ def standing(environment: Mapping[str, str]) -> Standing:
     rank. These signs tell the two cases apart:
 
     - an ancestor process under the same launcher has loaded mpi4py: it is the rank, and this process a program of it;
-    - the variable :data:`RANK_PROCESS`, which a supervised rank sets, has another process ID and the same launcher, and
+    - the variable :data:`RANK_PROCESS`, which a supervised rank sets, names another process and the same launcher, and
       says that MPI was loaded: this process is a program of that rank, which may have ended since;
     - the same variable says that MPI was not loaded: a rank or a wrapper that has imported mpizero has set it, and the
       case is unclear;
@@ -258,8 +258,8 @@ def _ancestors(environment: Mapping[str, str]) -> tuple[list[int], int | None]:
     """Return the process IDs of the ancestors that belong to the same rank, nearest first, and the launcher's socket.
 
     The ancestors are shells, wrappers, or the rank that has started this program. The socket to the launcher is given
-    as its inode; None if neither this process nor an ancestor has it open. An ancestor of a process with the socket has
-    the same one open, or belongs to another launcher.
+    as its inode; None if neither this process nor an ancestor has it open. Above a process that has the socket open,
+    ancestors belong to the same rank only as long as they have the same socket open, too.
     """
     ancestors: list[int] = []
     process, way, socket = os.getpid(), _way(environment), _socket(environment)

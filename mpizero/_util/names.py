@@ -325,7 +325,7 @@ def as_patterns(where: str, value: str | Iterable[str] | None) -> tuple[str, ...
 
 
 def selected(names: Sequence[str], where: str, patterns: Sequence[str], what: str = "parameter") -> list[str]:
-    """Return the names that fit one of the patterns, in their order.
+    """Return those of ``names`` that fit one of the patterns, in the order of ``names``.
 
     Raises
     ------
@@ -343,7 +343,7 @@ def selected(names: Sequence[str], where: str, patterns: Sequence[str], what: st
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` to the ``__init__.py`` of ``package``, the caller.
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the ``__init__.py`` of ``package``, which calls this.
 
     The public names are those that ``__init__.py`` imports by statements of the form ``from module import name as
     name``. These usually stand under ``if TYPE_CHECKING:``: type checkers and readers find them there, and a process

@@ -79,8 +79,8 @@ class Rounding:
         Difference that the parallel layout may cause, relative to the largest element of the compared arrays. None: the
         layout must not change a bit.
     roundings: int
-        How often a gradient is rounded to bfloat16 until it is summed (``Config.wire``). Each time numbers that differ
-        by little may be rounded to neighbours.
+        How often numbers are rounded to bfloat16 until the gradients of all ranks are summed (``Config.wire``). Each
+        time, numbers that differ by little may be rounded to two neighbouring bfloat16 values.
     """
 
     dtype: str
@@ -100,7 +100,7 @@ class Rounding:
 
     @property
     def of_gradients(self) -> float | None:
-        """The :attr:`tolerance` of summed gradients, which may be rounded to bfloat16."""
+        """The :attr:`tolerance` for summed gradients: larger if gradients are rounded to bfloat16."""
         return None if self.tolerance is None else self.tolerance + self.roundings * _BFLOAT16
 
     def near(self, actual: float, expected: float) -> bool:
@@ -108,7 +108,7 @@ class Rounding:
         return actual == expected or abs(actual - expected) <= max(self.of_sums, self.tolerance or 0.0) * abs(expected)
 
     def ratio(self, factor: float, counts: float) -> bool:
-        """Tell whether ``factor`` equals ``counts``, a ratio of two counts, within rounding."""
+        """Tell whether ``factor`` equals ``counts``, a ratio of two counts, within rounding or :attr:`tolerance`."""
         return abs(factor - counts) <= max(self.of_sums, 8 * (self.tolerance or 0.0)) * counts
 
     def same(self, actual: float, expected: float) -> bool:
@@ -130,9 +130,10 @@ class Rounding:
     ) -> float | None:
         """Return the factor f with ``actual = f * expected`` for all elements; None if there is no such factor.
 
-        The equation must hold for every element within rounding, and ``expected`` must have at least two elements that
-        are not zero. A factor within a few epsilon of 1 is returned only with ``keep_one``. With ``summed``, the
-        elements may also differ by as much as sums of the same terms in another order.
+        The equation must hold for every element within rounding and :attr:`tolerance`, and ``expected`` must have at
+        least two elements that are not zero. A factor so close to 1 that rounding and tolerance may explain it is
+        returned only with ``keep_one``. With ``summed``, the elements may also differ by as much as sums of the same
+        terms in another order.
         """
         a, b = (np.concatenate([np.ravel(v) for v in arrays]).astype(np.float64) for arrays in (actual, expected))
         scale = np.concatenate([np.full(v.size, largest(v)) for v in expected])  # sums of tied uses cancel
@@ -154,7 +155,7 @@ def largest(values: Array) -> float:
 
 
 def ordered_sum(values: Iterable[float]) -> float:
-    """Add numbers from the first to the last, and round each sum; ``sum`` of Python 3.12 and later rounds otherwise."""
+    """Add numbers from first to last, rounding each sum; ``sum`` of Python 3.12 and later corrects rounding errors."""
     total = 0.0
     for value in values:
         total += value

@@ -1,12 +1,12 @@
-"""Cut batches into samples and join them; a batch is an array with samples on its first axis, or a tree of them.
+"""Cut batches into samples, and join batches; a batch is an array with samples on its first axis, or a tree of arrays.
 
 [Note: trees of arrays] ``x`` and ``y`` of a batch may be trees: arrays inside of tuples (named or not), lists,
 dictionaries, dataclasses and SimpleNamespaces. Those containers are nodes, and so is None, which holds nothing.
 Everything else is a leaf. A leaf is an array of samples if it is a NumPy array with at least one axis, or if its
 ``__array__`` returns one (tensors of PyTorch and JAX on the host, datasets of h5py). In the second case functions and
 layers receive the NumPy array in place of the leaf. An array in another byte order is replaced by a copy in this
-machine's byte order, on one rank as on many, which exchange bytes. Any other leaf (an array of objects, a number, a
-string) cannot be cut into samples. A tree with such a leaf cannot be cut either.
+machine's byte order: ranks exchange arrays as bytes, and a single rank must give the same results. Any other leaf (an
+array of objects, a number, a string) cannot be cut into samples. A tree with such a leaf cannot be cut either.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class SampleTree:
         The structure, and the type and shape of one sample of each array, as text for messages. Trees with equal forms
         can be joined.
     uncut : str
-        The reason why the tree cannot be cut into samples, with the name and type of the first wrong leaf; "" if it can
-        be cut.
+        The reason why the tree cannot be cut into samples: the first leaf that is no array of samples, with its name
+        and type, or that there are no arrays; "" if the tree can be cut.
     build : callable
         Function that takes an iterator over other leaves and returns a tree of the same structure with these leaves.
     """
@@ -220,7 +220,7 @@ def _samples(value: Any, path: str) -> Array:
     return array
 
 
-_dtype_name = lru_cache(maxsize=256)(str)  # which takes longer than all else that is done with a leaf
+_dtype_name = lru_cache(maxsize=256)(str)  # str(dtype) takes longer than all else that is done with a leaf
 
 
 def _class(value: Any) -> str:
@@ -243,8 +243,8 @@ def as_arrays(value: Any) -> Any:
 def map_arrays(function: Callable[[Array], Any], value: Any) -> Any:
     """Apply ``function`` to each array of a tree; return the tree of the results.
 
-    If a leaf is no array of samples (a number, text, an array without axes, another length than the others), the tree
-    itself is returned, and ``function`` is not called at all.
+    If a leaf is no array of samples (a number, text, an array without axes), or if there are no arrays, the tree itself
+    is returned, and ``function`` is not called at all.
     """
     if type(value) is np.ndarray and value.ndim and not value.dtype.hasobject:
         return function(native(value))

@@ -1,14 +1,15 @@
-"""Declare settings: fields of a frozen dataclass, each with a default, a check and a rule for resumed runs.
+"""Declare settings: fields of a frozen dataclass with a default, a check, and whether a resumed run may change them.
 
 The constructor of :class:`Settings` calls the checks. Classes of settings combine by inheritance: the class of a table
 of the configuration file inherits from the library's classes whose settings the table has (``train/config/schema.py``),
-and from :class:`ConfigSection`, which words errors as errors of a file. A check returns the value to use, or raises
-:class:`~mpizero._util.checks.Unexpected`, whose text says what is expected; the text of another ValueError is the whole
-message.
+and from :class:`ConfigSection`, whose errors name a setting and its values as the file does. A check returns the value
+to use, or raises :class:`~mpizero._util.checks.Unexpected`, whose text says what is expected. If a check raises another
+ValueError, that error's text is the whole message, apart from the name and value of the setting.
 
-[Note: no library] Libraries such as msgspec and pydantic check types and ranges in fewer words. But their errors would
-have to be parsed to give messages with the value, the allowed values, the most similar word and a remedy; and NumPy's
-numbers, durations of batch systems, and settings that do not fit together would need functions of their own there, too.
+[Note: no library] With libraries such as msgspec and pydantic, checks of types and ranges are shorter. But their errors
+would have to be parsed to give messages with the value, the allowed values, the most similar word and a remedy; and
+NumPy's numbers, durations of batch systems, and settings that do not fit together would need functions of their own,
+too.
 """
 
 from __future__ import annotations
@@ -142,12 +143,12 @@ def check_option(option: str, value: object, check: Check) -> None:
 class ConfigSection(Settings):
     """Serve as base class of the tables of a configuration file; errors name a setting as the file does."""
 
-    #: The table's name in the file; "" takes it from the class's name.
+    #: The table's name in the file; if "", :meth:`title` makes the name from the class's name.
     table: ClassVar[str] = ""
 
     @classmethod
     def title(cls) -> str:
-        """Return the table's name in the file."""
+        """Return the table's name in the file: :attr:`table`, or a name made from that of the class."""
         return cls.table or cls.__name__.removesuffix("Section").lower()
 
     def named(self, name: str) -> str:
@@ -198,7 +199,7 @@ def one_of(*words: str) -> Check:
 
 
 def text(value: Any) -> str:
-    """Check that a value is a string that is not empty."""
+    """Check that a value is a string that is neither empty nor blank, and has no NUL characters."""
     if not isinstance(value, str) or not value.strip():
         raise Unexpected("a string that is not empty")
     if "\0" in value:

@@ -92,7 +92,7 @@ def wants_colour(stream: TextIO, environment: Mapping[str, str]) -> bool:
     return environment.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in environment and stream.isatty()
 
 
-#: Environment variable; set to anything but 0, errors that end a job or are shown by Jupyter print all their frames.
+#: Environment variable; if it is set to anything but 0, errors that end a job or are shown by Jupyter print all frames.
 TRACEBACK = "MPIZERO_TRACEBACK"
 
 #: Folder of the library, as it may stand in the file names of code objects: with symbolic links and resolved.
@@ -130,9 +130,8 @@ def is_users(file: str) -> bool:
 def users_line(trace: TracebackType | None) -> Line | None:
     """Return the innermost frame of a traceback that is in the user's own code, or None.
 
-    If no frame is, because the user's program is itself an installed package, the frame that calls mpizero is returned.
-    If no frame outside of mpizero exists either, the result is None, for example in a command such as ``mpizero
-    train``.
+    If no frame is, the frame that calls mpizero is returned, provided that it is in an installed package: the user's
+    program may be one. Otherwise the result is None, for example in a command such as ``mpizero train``.
     """
     lines = list(_lines(trace))
     if of_user := [line for line in lines if is_users(line.file)]:
@@ -228,7 +227,7 @@ def joined(lines: Iterable[str]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a length of time: "2.5 ms", "3.2 s", "5 min 20 s" or "3 h 5 min"."""
+    """Format a length of time: "2.5 ms", "3.2 s", "5 min 20 s", "3 h 5 min" or, from 48 h on, "2 d 3 h"."""
     if seconds < 1:
         return f"{1e3 * seconds:.3g} ms"
     if seconds < 60:
@@ -274,7 +273,7 @@ def mpizero_version() -> str:
 
 @cache
 def _versions(folders: tuple[str, ...]) -> dict[str, str]:
-    """Return the version of each package that is described in one of ``folders``; the first folder has precedence."""
+    """Return the version of each package with metadata in one of ``folders``; if several have it, the first counts."""
     versions: dict[str, str] = {}
     for folder in folders:
         with suppress(OSError):

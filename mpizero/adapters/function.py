@@ -33,9 +33,9 @@ class FunctionModel:
     parameters : mapping of str to array
         Initial values by name, all float32 or complex64, or all float64 or complex128. The gradient of a complex
         parameter is ``dL/dRe + i dL/dIm``, as in PyTorch, so that ``w -= lr * gradient`` descends (JAX returns its
-        conjugate). Initial values are copied when a sharded model is made. Names are
-        printable strings of any language, such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``. The
-        sharded model raises an error for names that a checkpoint cannot hold.
+        conjugate). Initial values are copied when a sharded model is made. Names are printable strings of any language,
+        such as ``"layers.0.weight"``, ``"['a'][0]"`` or ``"dense/kernel:0"``. The sharded model raises an error for
+        names that a checkpoint cannot hold.
     loss_and_grad : callable
         ``loss_and_grad(parameters, (x, y)) -> (loss_sum, gradients, weight)``. The function returns the sum of the
         losses over the samples, the gradient of that sum by name for every trainable parameter, and the weight of the
@@ -60,8 +60,8 @@ class FunctionModel:
     product : callable or None
         ``product(parameters, (x, y), direction) -> (products, weight)``: the product of the Hessian of the sum of
         losses, or of an approximation such as Gauss and Newton's, with a direction. Products and direction are mappings
-        by parameter name, like gradients. The weight is that of ``loss_and_grad``. :func:`mpizero.minimize` uses it in
-        "newton-cg" and "gauss-newton".
+        by parameter name, like gradients. The weight is that of ``loss_and_grad``. :func:`mpizero.minimize` calls this
+        function with the methods "newton-cg" and "gauss-newton".
     frozen : collection of str
         Names of the parameters that are not trained.
     averaged : collection of str
@@ -175,7 +175,10 @@ def _integers(name: str, value: Any) -> Array:
 
 
 def _check_arguments(function: Callable[..., Any], *, in_place: bool) -> None:
-    """Raise ``ConfigError`` if ``loss_and_grad`` does not take its arguments; suggest ``in_place`` if that fits."""
+    """Raise ``ConfigError`` if ``loss_and_grad`` does not take the arguments that it is called with.
+
+    The message suggests ``in_place=True`` if the function takes the arguments that this mode passes.
+    """
     try:
         takes_run(function, "loss_and_grad", *loss_arguments(in_place=in_place))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Inspect user code: its state between calls, the cost of a grain (a fixed slice of the global batch), its seeds.
+"""Inspect user code: its state between calls, the cost of a grain (a fixed slice of the global batch), random seeds.
 
 State that user code keeps from one pass to the next differs between ranks, and checkpoints do not contain it. So the
 adapters run the first pass several times, and compare all values that the code can reach (:func:`hidden_state`):
@@ -52,17 +52,17 @@ def hidden_state(**roots: Any) -> dict[str, bytes]:
     return walk.digests
 
 
-#: The generators that all code of the process shares, by name.
+#: The random number generators that all code of the process shares, by name.
 _SHARED: dict[str, Callable[[], Any]] = {"random": random.getstate, "numpy.random": np.random.get_state}
 
 
 def shared_generators() -> dict[str, bytes]:
-    """Return a digest of the state of each generator that all code of the process shares, by name. Not collective."""
+    """Return, by name, a digest of the state of each random generator in :data:`_SHARED`. Not collective."""
     return {name: _digest(state()) for name, state in _SHARED.items()}
 
 
 def differing(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str | None:
-    """Return the shortest path whose digest differs between two states, or is in one only; None if they are equal.
+    """Return the shortest path whose digest differs between two states or is missing in one; None if they are equal.
 
     If a value inside a list or dictionary differs, the path of the list or dictionary is returned.
     """
@@ -339,7 +339,7 @@ def _zeros(tree: Any, samples: int) -> Any:
 
 
 class PassSeconds(NamedTuple):
-    """Hold the shortest measured times of a forward and backward pass, of ``samples`` samples and of one sample."""
+    """Hold the shortest seconds of forward and backward pass: ``all`` of ``samples`` samples, ``one`` of one sample."""
 
     samples: int
     all: float
@@ -364,6 +364,7 @@ class PassTimes:
     def add(self, block: int, samples: int, seconds: float, one: Callable[[], object]) -> None:
         """Add the time of a pass of block number ``block``; if this time is recorded, also call and time ``one``.
 
+        Not recorded are the very first passes, which also compile and allocate, and those after enough were recorded.
         ``one`` runs a pass of a single sample. Its exceptions are ignored: not all code takes a single sample, and not
         every array has samples on its first axis.
         """

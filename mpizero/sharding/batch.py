@@ -341,8 +341,9 @@ def _require_ieee_mode() -> None:
 def changed_float_mode(one: float = 1.0, tiny: float = 2.0**-1022, tiniest: float = 2.0**-1074) -> str:
     """Say in which way this thread's arithmetic is not IEEE 754's default; "" if it is. Not collective.
 
-    The mode (MXCSR on x86-64, FPCR on AArch64) belongs to the thread; any library may change it. It is read from
-    results, which takes a microsecond: the arguments only keep Python from computing them beforehand.
+    The mode (MXCSR on x86-64, FPCR on AArch64) belongs to the thread; any library may change it. It is inferred from
+    the results of a few operations, which takes a microsecond. The operands are arguments only so that Python does not
+    compute the results when it compiles this function.
     """
     if tiniest == 0.0:
         return "takes subnormal numbers for 0"

@@ -104,8 +104,8 @@ def check_callbacks(callbacks: object) -> tuple[Any, ...]:
     Raises
     ------
     ArgumentError
-        If a callback is a class, a function, or an object without a method that a run calls; or if two callbacks have
-        the same ``state_name``. The message says what to pass instead.
+        If a callback is a class, a function, or an object without a method that a run calls; or if the states of two
+        callbacks have the same name (:func:`state_name`). The message says what to pass instead.
     """
     if isinstance(callbacks, str | bytes | Mapping) or not isinstance(callbacks, Iterable):
         raise ArgumentError(f"Trainer: callbacks={callbacks!r:.80}: expected a list of objects")
@@ -211,6 +211,7 @@ def agree_after(comm: Communicator, what: str, error: Exception | None, *, wante
 
     Return an array with the argument ``wanted`` of every rank. Collective over ``comm``: each rank sends one message of
     32 bytes. ``what`` names the functions in error messages, ``error`` is their exception on this rank, or None.
+    ``wanted`` says whether this rank requests that the run stops.
 
     Raises
     ------
@@ -263,7 +264,7 @@ class CallbackRounds:
         self._wanted = self._wanted or str(reason) or "a callback"
 
     def call(self, hook: str, *arguments: Any) -> None:
-        """Call the method ``hook`` of all callbacks that have it, with ``arguments``. Collective if there are any.
+        """Call the method ``hook`` of all callbacks that have it, with ``arguments``. Collective if one of them has it.
 
         Raises
         ------
@@ -436,7 +437,10 @@ class UserMetrics:
                 self._sums[name].append(self._summed(name, pair))
 
     def _summed(self, name: str, pair: tuple[Any, Any]) -> tuple[float, float]:
-        """Return two numbers, or the sums of two fields over the whole field. Collective over the domain."""
+        """Return ``pair`` if it is two numbers; of two fields, return the sums over the parts of all ranks.
+
+        Collective over the domain.
+        """
         if isinstance(pair[0], float):
             return pair
         from mpizero.nn.halos import domain_sum  # imported late: few metrics are of fields
@@ -491,7 +495,10 @@ _EXPECTED = {
 
 
 def _checked(name: str, returned: Any, *, cut: bool) -> tuple[Any, Any]:
-    """Return what a metric has returned, as two floats or two fields of float64; if fields are ``cut``, as fields."""
+    """Return what a metric has returned, as two floats or two fields of float64; raise ConfigError for anything else.
+
+    ``cut`` is true if a domain cuts the fields; then two numbers raise the error, too.
+    """
     pair: Any = returned if isinstance(returned, tuple | list) and len(returned) == 2 else (None, None)
     fields = [
         value for value in pair if isinstance(value, np.ndarray) and value.ndim > 2 and value.dtype.kind in "biuf"
@@ -505,9 +512,10 @@ def _checked(name: str, returned: Any, *, cut: bool) -> tuple[Any, Any]:
 
 
 def _require_part(name: str, pair: tuple[Array, Array], batch: tuple[Any, Any], axes: int) -> None:
-    """Raise DataError if fields have other positions than the samples: parts of another field would fit together, too.
+    """Raise DataError if fields have another shape in space than this rank's part of the samples.
 
-    ``axes`` is the number of axes of space.
+    ``axes`` is the number of axes of space. Summing the fields over the ranks would not reveal the mistake, because the
+    parts of a field of another size fit together, too.
     """
     spaces = {leaf.shape[1 : axes + 1] for leaf in SampleTree.of(samples=batch).leaves if leaf.ndim > axes}
     if wrong := [field.shape[1:-1] for field in pair if field.shape[1:-1] not in spaces]:
@@ -532,7 +540,8 @@ class TensorBoard(Callback):
     Raises
     ------
     UnsupportedError
-        In the first step, on every rank, if ``tensorboardX`` is not installed.
+        On rank 0, at the first step or validation that is written, if ``tensorboardX`` is not installed; the other
+        ranks raise RemoteError.
 
     Examples
     --------

@@ -23,7 +23,7 @@ from mpizero._util.checks import home_path
 from mpizero._util.text import printable
 from mpizero.errors import DataError
 
-#: Numbers of larger magnitude are taken for damage, or for values that are not finite: a few of them have no sum.
+#: Numbers of larger magnitude are taken for damage, or for values that are not finite: their sums would overflow.
 LARGEST = 1e300
 #: The last time that has a date in all systems' calendars, in seconds since 1970.
 LATEST = 1e11
@@ -151,7 +151,7 @@ class RunEvent:
 
 
 def _check_by_rank(ranks: int, lists: Mapping[str, Any], kind: type = float) -> None:
-    """Raise ValueError, which names the list, if one of ``lists`` is not ``ranks`` numbers of the type ``kind``."""
+    """Raise ValueError, which names the list, if one of ``lists`` is no list of ``ranks`` numbers of type ``kind``."""
     for name, values in lists.items():
         if not fits(values, list[kind]) or len(values) != ranks:  # type: ignore[valid-type]
             raise ValueError(f"{name} is no list of {ranks} numbers: {_shortened(values)}")
@@ -194,23 +194,23 @@ class SessionStart(RunEvent):
         Sizes of the axes by name, ``order``, ``schedule`` (None without a pipeline), ``virtual_stages``, ``domain`` (a
         list, if there is one; its ranks are numbered by the coordinate ``context``), ``zero_stage``, ``global_batch``,
         ``grains``, ``grain_size``, ``accumulate``, ``tiles``, ``ranks_per_node`` (those that share memory),
-        ``shard_nodes`` (nodes over which ZeRO-3 shards parameters; None is all),
-        ``exactness`` (a text: which other layouts give the same bits) and ``chunks``, a list of dicts with the
-        ``stage`` and the ``blocks`` of each chunk.
+        ``shard_nodes`` (number of nodes over which ZeRO-3 shards parameters; None is all), ``exactness`` (a text: which
+        other layouts give the same bits) and ``chunks``, a list of dicts with the ``stage`` and the ``blocks`` of each
+        chunk.
     config : dict of dict
         The settings of the run, by section and key of the configuration file.
     versions : dict of str to str
         Versions of mpizero and the libraries that it uses.
     machine : dict
         ``processor``, ``cores`` (number that rank 0 may use), ``threads`` (per rank), ``device``, ``job`` (the Slurm
-        job's number, or "").
+        job's number, or ""), and ``bits`` (as in :class:`~mpizero.train.setup.TrainingResult`).
     planned : dict of str to list of int
         Planned bytes of host memory, such as those of "parameters", by rank, as ``mpizero plan`` computes them; empty
         if there is no plan.
     planned_device : dict of str to list of int
         Planned bytes of GPU memory, in the form of ``planned``.
     not_planned : str
-        Message of the error for which there is no plan; "" if there is a plan.
+        Message of the error because of which there is no plan; "" if there is a plan.
     """
 
     kind: ClassVar[str] = "start"
@@ -240,7 +240,7 @@ class SessionStart(RunEvent):
         return self.ranks
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a list by rank does not have one number for each rank."""
+        """Raise ValueError if a list by rank has not one number for each rank, or ``nodes`` or ``layout`` is wrong."""
         _check_by_rank(self.ranks, {"nodes": self.nodes} | self.coordinates | self.planned | self.planned_device, int)
         _check_known(self.layout, _LAYOUT, "layout has")
         if not all(0 <= node < len(self.hosts) for node in self.nodes):
@@ -529,7 +529,7 @@ class RunRecords:
     steps : tuple of dict
         The metrics of each step.
     superseded : tuple of dict
-        The first metrics of each step that was repeated after a resume.
+        The metrics that an earlier session wrote for steps that were repeated after a resume.
     sessions : tuple of SessionRecords
         The events by session; empty if an early version, which recorded no events, has written the run.
     result : dict or None

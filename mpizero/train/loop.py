@@ -137,7 +137,7 @@ def run_session(
 
 
 def _check_best(setup: RunSetup) -> None:
-    """Raise SettingError if ``best`` or ``patience`` has no validation samples, or ``best`` is not a metric's name."""
+    """Raise SettingError if ``best`` or ``patience`` is set without validation samples, or ``best`` names no metric."""
     best = setup.checkpoints.best
     for key, value in (("checkpoint.best", best), ("train.patience", setup.loop.patience)):
         if value is not None and not (setup.validation is not None and len(setup.validation)):
@@ -341,7 +341,7 @@ class TrainingLoop:
         )
 
     def _take(self, saved: SavedRun) -> None:
-        """Set the state of this loop to that of a checkpoint, so that the run continues after its step."""
+        """Set the state of this loop to that of a checkpoint, so that the run continues after the checkpoint's step."""
         setup, self.step, self.loss = self.setup, saved.step, saved.state.loss
         if self.step > setup.loop.steps:
             raise rejected(
@@ -371,7 +371,7 @@ class TrainingLoop:
         return saved.state.stopped or str(self.control.broadcast_object(reason, tag="decision"))
 
     def _nothing_left(self) -> str:
-        """Return a message that a resumed run is already complete, and how the user can train further."""
+        """Return a message that says that a resumed run is already complete, and how the user can train further."""
         how_to_continue = "more steps train on"
         if self.method.reason:
             how_to_continue = "another run may start from its parameters"
@@ -514,7 +514,7 @@ class TrainingLoop:
         return result
 
     def _best(self, best: Improvement) -> dict[str, Any]:
-        """Return a dict with the best value so far, its step, and its checkpoint, None if that does not exist."""
+        """Return a dict with the best value so far, its step, and the path of its checkpoint, None if there is none."""
         exists = self.saver.best is not None and self.saver.best == best.step
         path = os.path.join(self.folder.checkpoints, BEST) if exists else None
         return {"metric": best.name, "value": best.value, "step": best.step, "checkpoint": path}
@@ -629,7 +629,8 @@ class NumberWatch:
     def _keep(self, step: int, batch: tuple[Any, Any]) -> str:
         """Write the samples of a skipped step into the run's folder; return a message for the user.
 
-        Collective over the run's ranks. If the samples cannot be written, the message says so, and the run continues.
+        Collective over the run's ranks. If the samples cannot be written, or the folder holds those of
+        :data:`MAX_DUMPS` steps already, the message says so, and the run continues.
         """
         setup, home = self.setup, self.folder.bad_steps
         full = len(list(home.glob("step_*"))) >= MAX_DUMPS if setup.comm.rank == 0 else False
@@ -768,7 +769,10 @@ class MethodWatch:
         return f"converged: {progress.message}" if progress.converged else progress.message
 
     def metrics(self) -> dict[str, Any]:
-        """Return iteration, loss and largest gradient of the last iterate for a line of metrics. Not collective."""
+        """Return, for a line of metrics, the number, loss and largest gradient element of the last iterate.
+
+        Not collective. The result is empty with any other optimizer.
+        """
         progress = self.progress
         if progress is None:
             return {}

@@ -133,10 +133,10 @@ def try_reduction(comm: Communicator) -> tuple[int, float]:
 
 
 def try_message(comm: Communicator, nbytes: int = 1 << 20, pause: float = 0.01, limit: int = 500) -> int | None:
-    """Send ``nbytes`` from each node to the next while computing; return the calls of MPI that this has taken at most.
+    """Send ``nbytes`` from each node to the next; return after how many calls of MPI the last message has arrived.
 
     Collective over ``comm``. Between two calls a rank sleeps for ``pause`` seconds, in place of computing. The result
-    is ``limit`` if the messages have not arrived by then, and None if there is only one node.
+    is ``limit + 1`` if a message has not arrived after ``limit`` calls, and None if there is only one node.
     """
     with comm.split_node(name="doctor") as node, comm.split(min(node.rank, 1), name="doctor") as leaders:
         count, nodes = 0, leaders.size if node.rank == 0 else 1
@@ -245,7 +245,7 @@ def torch_build() -> tuple[str, str]:
 
 
 def gpus() -> tuple[int, list[str]]:
-    """Return the number of NVIDIA GPUs that the driver shows, and the Python packages that can use them.
+    """Return the number of NVIDIA GPUs that the driver shows, and the installed Python packages that can use them.
 
     Not collective.
     """
@@ -280,7 +280,10 @@ def library_versions() -> dict[str, str]:
 
 
 def machine(threads: int, device: str, job: str, bits: str) -> dict[str, Any]:
-    """Return a dict of the processor's name, this process's number of cores, and the arguments. Not collective."""
+    """Return a dict of the processor's name, this process's number of cores, and all arguments by their names.
+
+    Not collective.
+    """
     return {
         "processor": processor(), "cores": len(cores()), "threads": threads, "device": device, "job": job, "bits": bits
     }  # fmt: skip

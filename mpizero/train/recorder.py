@@ -175,7 +175,7 @@ class RunRecorder:
                 self._put(CheckpointWrite(**saved._asdict() | {"path": where, "bytes": nbytes, "seconds": seconds}))
 
     def done(self, result: TrainingResult) -> None:
-        """Record on rank 0 that the run has ended. Not collective."""
+        """Record on rank 0 that the run is complete. Not collective."""
         digest, message = result.parameters_sha256, result.stopped
         self._end(
             SessionEnd(step=result.steps, reason="done", message=message, loss=result.loss, parameters_sha256=digest)
@@ -309,7 +309,10 @@ class TracedStep(NamedTuple):
 
 
 class StepTracer:
-    """Trace training steps of a model. Construction is collective over its ranks; messages are sent by ``comm``."""
+    """Trace training steps of a model; messages about them are sent by ``comm``.
+
+    Construction is collective over the model's ranks.
+    """
 
     def __init__(self, engine: Any, comm: Communicator) -> None:
         grid = engine.grid
@@ -360,7 +363,10 @@ class StepTracer:
 
 
 def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list[PipelineCell]:
-    """Return the traced instructions of a stage, each without the time in which it waits for the messages it needs."""
+    """Return the traced instructions of a stage, each without the time in which it waits for the messages it needs.
+
+    ``offset``, in seconds, is added to all times.
+    """
     messages = (s for s in spans if s.phase == MESSAGE and s.detail.operation == "irecv")
     received = sorted(s.stop for s in messages if s.detail.communicator == "pipeline")
     cells = []
@@ -375,9 +381,9 @@ def pipeline_cells(spans: Sequence[TimeSpan], stage: int, offset: float) -> list
 class SessionPlan:
     """Plan the memory of each rank of a run, and the timetable of its pipeline. Not collective.
 
-    For the plan no block of the model is executed, which could take as long as many steps, and would call user code
-    unexpectedly. So the plan has the memory that the library allocates, but not that of activations, which
-    ``mpizero plan`` has, too.
+    For the plan no block of the model is executed, because that could take as long as many steps, and would call user
+    code unexpectedly. So the plan has the memory that the library allocates, but lacks that of activations, which the
+    plan of ``mpizero plan`` includes.
 
     Parameters
     ----------

@@ -75,7 +75,7 @@ class RunFolder:
     metrics, events : Path
         Files with one line of JSON for each step, and for each event (``train/events.py``).
     superseded : Path
-        File with the first metrics of each step that was repeated after a resume.
+        File with the metrics that an earlier session wrote for steps that were repeated after a resume.
     marker : Path
         File that exists if the run is complete; it contains the result as a line of JSON.
     stop_file, stopped : Path
@@ -107,12 +107,14 @@ class RunFolder:
     def open(self) -> None:
         """Create the run's folder and the checkpoint folder, check that they are writable, and lock the run's folder.
 
-        While the folder is locked, another job that opens it gets an error.
+        While the folder is locked, another job that opens it gets an error. On a file system without locks, the folder
+        is used without one.
 
         Raises
         ------
         RunFolderError
-            If a folder cannot be created, written or locked. The message names the folder and the reason.
+            If a folder cannot be created or written, or another job has locked it. The message names the folder and the
+            reason.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ class RunFolder:
     def set_aside(self) -> Path | None:
         """Move all files of an earlier run into a new subfolder of ``earlier``.
 
-        Return that subfolder, or None if there are no such files.
+        Return that subfolder, or its folder ``checkpoints`` if there were only checkpoints; None if there was nothing.
         """
         steps = [Path(path) for path in step_folders(str(self.checkpoints))]
         if (link := self.checkpoints / BEST).is_symlink():
@@ -152,7 +154,7 @@ class RunFolder:
     def set_steps_aside(self, steps: Iterable[str]) -> Path | None:
         """Move the checkpoints at the paths ``steps``, given newest first, into a new subfolder of ``earlier``.
 
-        Return that subfolder, or None if ``steps`` is empty.
+        Return the folder ``checkpoints`` in that subfolder, or None if ``steps`` is empty.
         """
         moved, link = [Path(path) for path in steps], self.checkpoints / BEST
         if link.is_symlink() and any(path.name == os.readlink(link) for path in moved):
@@ -160,10 +162,11 @@ class RunFolder:
         return self._move_aside(moved, [])
 
     def _move_aside(self, steps: Sequence[Path], files: Sequence[Path]) -> Path | None:
-        """Move checkpoints, given newest first, and files into a new subfolder of ``earlier``; return that subfolder.
+        """Move checkpoints, given newest first, and files into a new subfolder of ``earlier``.
 
-        After an error everything is moved back. The oldest checkpoint is moved first, so that the newest is still in
-        the checkpoint folder if the process is killed meanwhile.
+        Return that subfolder, or its folder ``checkpoints`` if there are no ``files``; None if there is nothing to
+        move. After an error everything is moved back. The oldest checkpoint is moved first, so that the newest is still
+        in the checkpoint folder if the process is killed meanwhile.
         """
         if not steps and not files:
             return None
@@ -246,7 +249,7 @@ class RunFolder:
             _write(file, json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def complete(self, result: Mapping[str, Any]) -> None:
-        """Write the result to :attr:`marker`, the file that says that the run is complete."""
+        """Write the result to :attr:`marker`, the file that says that the run is complete; call :meth:`obey_stop`."""
         with self._errors_say("the marker cannot be written"):
             write_atomic(self.marker, json.dumps(result, allow_nan=False).encode() + b"\n")
         self.obey_stop()
@@ -698,7 +701,8 @@ class Saver:
         """Set the state for a run that was resumed from the checkpoint of ``step``, or is new (``step`` is 0).
 
         Collective over the job's ranks. ``best`` is the step of the best checkpoint so far, or None. If that checkpoint
-        does not exist any more, the link ``best`` is removed until there is a better one.
+        does not exist any more, the link ``best`` is removed until there is a better one. If the setting
+        ``checkpoint.best`` is None, ``best`` is ignored, and the link of an earlier session stays.
         """
         self.step, folder = step or -1, self._folder.checkpoints
         if self._section.best is None:

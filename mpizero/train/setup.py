@@ -200,15 +200,15 @@ class TrainingResult:
     parameters_sha256 : str
         SHA-256 of the bytes of all parameters, in declared order.
     bits : str
-        "every CPU" if the type of CPU does not matter to the bits, else "this CPU, because " and what else than this
-        library computes: see :class:`ModelMetadata`.
+        "every CPU" if the type of CPU does not matter to the bits, else "this CPU, because ", followed by the other
+        libraries or functions that compute results: see :class:`ModelMetadata`.
     ranks : int
         Number of ranks.
     strategy : str
         Name of the ZeRO strategy, such as "zero2".
     layout : dict
-        Sizes of the axes "pipeline", "tensor", "data" and "context", and the "schedule" (None without a pipeline); with
-        a "domain", its parts of each axis of space.
+        Sizes of the axes "pipeline", "tensor", "data" and "context", and the "schedule" (None without a pipeline). If
+        the space of fields is cut, also "domain": into how many parts along each axis of space.
     unit : str
         "tokens" or "samples".
     speed : float or None
@@ -227,7 +227,7 @@ class TrainingResult:
         the message of a full-batch method; "" if it has done all steps.
     best : dict or None
         The best value of the metric of ``best`` or ``patience``: "metric", "value", "step", and "checkpoint" (path of
-        its checkpoint, or None). None if neither is set.
+        its checkpoint, or None). None if neither is set, or no value was finite.
     method : dict or None
         The outcome of a full-batch method: "converged", "message", "iterations", and "largest_gradient", the largest
         magnitude in the gradient at the last iterate. None with any other optimizer.
@@ -312,7 +312,8 @@ class Improvement:
     patience : int or None
         Number of validations in a row without an improvement after which the run ends; None never ends the run.
     min_delta : float
-        For ``patience``, a value is an improvement if it is better than the last improvement by more than this.
+        For ``patience``, a value is an improvement if it is better than the last improvement by more than
+        ``min_delta``.
     measured : str
         Description of the samples and parameters with which the metric is computed. A resumed run with another
         description does not compare its values with the best value of the checkpoint.
@@ -387,7 +388,10 @@ class Improvement:
         return {name: getattr(self, name) for name in names}
 
     def restore(self, saved: Mapping[str, Any]) -> str:
-        """Set the state to a result of :meth:`state`; if it is of another metric, ignore it and return a message."""
+        """Set the state to a result of :meth:`state`; return "", or a message if that result is ignored.
+
+        It is ignored if it is of another metric, or was measured on other samples or parameters (``measured``).
+        """
         if not saved:
             return ""
         if saved.get("metric") != self.metric:

@@ -3,8 +3,8 @@
 :class:`StopSignals` catches the signals by which schedulers ask a job to stop, :class:`WallTime` tracks how much time a
 job has left and how much a save needs, and :class:`StopFile` looks for the file ``STOP`` in a run's folder, which a
 user creates to make the run save its state and end. By :class:`StopRequests` all ranks decide together, once a step,
-whether to stop because a rank has got one of these requests. :func:`requeue` puts a Slurm job into the queue again,
-unless :func:`why_not_again` returns a reason not to.
+whether to stop because a rank has got one of these requests. :func:`requeue` puts a Slurm job into the queue again;
+before that, callers ask :func:`why_not_again` for a reason not to.
 
 The command line catches signals before it imports MPI, Numba and other libraries, which takes a second. So this module
 does not import them.
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 #: SIGUSR1 and SIGUSR2 are a batch system's early warnings; with SIGTERM schedulers and launchers ask a job to end.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)
-#: Signals that are not caught if the program has a handler of its own, as submitit has. MPI libraries handle SIGUSR1.
+#: Signals that are not caught if the program has a handler of its own, as submitit has. SIGUSR1 is none of them,
+#: because its handler may be that of an MPI library.
 _LEFT_ALONE = (signal.SIGUSR2,)
 Handler = Callable[[int, FrameType | None], object] | int | None
 
@@ -275,7 +276,7 @@ StopSource = Callable[[], str]
 
 
 class StopDecision(IntEnum):
-    """List what ranks can request after a step; if requests differ, all ranks follow that of the largest value."""
+    """List what ranks can request after a step; if requests differ, all ranks follow the one with the largest value."""
 
     GO_ON = 0
     STOP = 1
@@ -429,7 +430,7 @@ class Session:
     status : int
         Exit status of the training.
     steps : dict
-        The step of the newest checkpoint by folder of checkpoints; empty folders are left out.
+        For each folder of checkpoints, the step of its newest checkpoint; empty folders are left out.
     hasty : int
         Number of sessions in a row, up to this one, that were asked to stop soon after their start, or before they had
         completed a second step.
@@ -496,7 +497,10 @@ def state_of_job(job: str) -> JobState:
 
 
 def why_not_again(session: Session, last: Session | None, job: JobState) -> str:
-    """Return why a job must not be requeued after ``session``, which followed ``last``; "" if it can be."""
+    """Return why a job must not be requeued after ``session``, which followed the session ``last``; "" if it may be.
+
+    ``job`` is Slurm's state of the job.
+    """
     # A job that is ending was cancelled by a user, or by Slurm at its time limit; only the latter may run again.
     if job.state != "RUNNING" and job.reason != "TimeLimit":
         return f"the job is {job.state} for Slurm: it was cancelled, or Slurm itself puts it into the queue again"

@@ -81,7 +81,7 @@ def sections_of(run: object, settings: Mapping[str, Any]) -> tuple[LoopSection, 
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """Return what an unknown argument of ``Trainer`` means here, for the message; "" if nothing is like it."""
+    """Return a hint, for the message, on what to use in place of an unknown argument of ``Trainer``; "" if unknown."""
     if "epoch" in name:
         return f"{nearest(name, known)}: count steps, steps=epochs * len(source) // global_batch"
     if "sched" in name:
@@ -248,7 +248,8 @@ class TrainerArguments:
         Raises
         ------
         ConfigError
-            If a full-batch method would not get the same samples in every step.
+            If a full-batch method would not get the same samples in every step, or has a setting that only
+            :func:`mpizero.minimize` allows; with any other optimizer, if ``global_batch`` is 0.
         """
         method = self._method
         if method is None:
@@ -283,8 +284,8 @@ class TrainerArguments:
     def _placed(self, mesh: Mesh, config: Config, loop: LoopSection) -> Model:
         """Return the sharded model, with allocated memory for the gradients of a step. Collective.
 
-        Memory is allocated here because the model can use private memory if shared memory is short, but not after a
-        checkpoint is loaded.
+        Memory is allocated here because only before a checkpoint is loaded the model can fall back to private memory if
+        shared memory is short.
         """
         model = self.model
         if not self.is_sharded:
@@ -309,7 +310,7 @@ def record_of(
     frozen = [joined(block, spec.name) for block, specs in blocks.items() for spec in specs if not spec.trainable]
     settings: dict[str, dict[str, Any]] = {
         "trainer": {"global_batch": loop.global_batch, "seed": loop.seed, "frozen": frozen or None},
-        # No value is as good as one that is off: a run may have been saved before there was the setting.
+        # A setting that is off is recorded as None, like one that did not exist yet when the run was saved.
         "config": {name: getattr(config, name) or None for name in _RECORDED},
         "optimizer": _optimizer_settings(model.optimizer.wrapped_optimizer),
         "wrapped_model": _model_settings(wrapped),
@@ -640,7 +641,7 @@ class Trainer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the trainer; after an exception, defer closing until all ranks make a model or a mesh together."""
+        """Close the trainer; after an exception, defer closing until all ranks make another model or mesh together."""
         if self._closed:
             return
         self._closed = True

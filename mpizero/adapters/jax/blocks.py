@@ -2,7 +2,7 @@
 
 :class:`CompiledBlock` compiles a block's forward pass and the two halves of its backward pass, which :class:`JaxBlock`
 runs as a layer; :class:`JaxLoss` computes the loss of the last block's output. :class:`CompiledLoss` compiles a loss of
-all parameters and its gradient, once for each number of samples, and checks it on its first samples.
+all parameters and its gradient, once for each number of samples, and checks the loss on the first samples.
 :func:`read_blocks` and :func:`make_layers` make layers of a user's list of blocks, and :class:`StartValues` makes the
 start values of their parameters.
 
@@ -99,8 +99,8 @@ class ForwardCache(NamedTuple):
     key : Array or None
         The result of :func:`key_data` from which the block's PRNG key was made.
     values : list or None
-        The residuals of its vector-Jacobian product. None after a pass in evaluation: the backward pass then runs the
-        forward pass again.
+        The residuals of the block's vector-Jacobian product. None after a pass in evaluation: the backward pass then
+        runs the forward pass again.
     """
 
     inputs: list[Any]
@@ -356,7 +356,10 @@ class JaxBlock(Layer):
         return self._compiled.forward(self._leaves(params), inputs, key)
 
     def backward_input(self, params: Params, cache: ForwardCache, dy: Any) -> tuple[Any, list[Any]]:
-        """Return the input's gradient (None in the first block, and for integers), and values for the weights' pass."""
+        """Return the gradient of the input, and values for :meth:`backward_weights`.
+
+        The gradient is None in the first block, and for arrays of integers.
+        """
         return self._compiled.backward_input(self._leaves(params), cache, dy)
 
     def backward_weights(self, params: Params, cache: ForwardCache, pending: list[Any], grads: Params) -> None:
@@ -605,7 +608,7 @@ class StartValues(Mapping[str, Array]):
 def make_layers(
     blocks: Mapping[str, Block], start: StartValues, frozen: frozenset[str]
 ) -> tuple[dict[str, JaxBlock], np.dtype[Any]]:
-    """Return a layer for each block, and the dtype of all parameters.
+    """Return a layer for each block, and the dtype of all parameters (of complex ones, that of the real part).
 
     Raises
     ------

@@ -3,7 +3,7 @@
 :class:`TracedFunction` is a user's function of JAX arrays; it explains the errors that the function raises while JAX
 traces it. :class:`ParameterTree` names the arrays of a pytree of parameters. :class:`FlatProgram` holds a program of
 JAX (a jaxpr): it evaluates some of the equations, and finds the equations that given outputs need. :class:`FirstGrains`
-checks on the first samples that a loss is a sum over samples, and that it does the same each time it is traced.
+checks on the first samples that a loss is a sum over samples, and that tracing the loss again gives the same program.
 :func:`check_rows` checks that a block computes each sample by itself.
 
 [Note: threads of XLA] JAX starts its CPU client when it first computes, and the environment variable ``PJRT_NPROC``
@@ -81,9 +81,9 @@ def require_threads(threads: int) -> None:
 def key_data(run: Run, number: int) -> Array:
     """Return two integers of 32 bits from which :func:`make_key` makes the key of block ``number``. Not collective.
 
-    The integers depend on the seed, the step and the first sample of ``run``. Both are an argument of the compiled
-    function, so that it is compiled only once. There are two, because JAX would cut one of 64 bits to 32 bits unless
-    ``jax_enable_x64`` is set.
+    The integers depend on the seed, the step and the first sample of ``run``. They are passed to the compiled function
+    as an argument, so that it need not be compiled again for other keys. There are two, because JAX would cut one of 64
+    bits to 32 bits unless ``jax_enable_x64`` is set.
     """
     seed = derived_seed(run, number)
     return np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
@@ -338,7 +338,7 @@ class TracedFunction:
         The function. It takes a key if it has a parameter ``key``, or one positional parameter more than ``arguments``
         names.
     name : str
-        Name of the user's argument that the function was given as, for messages.
+        Name of the argument of :class:`JaxModel` by which the user has given the function, for messages.
     arguments : str
         Names of the arguments with which the function is called.
 
@@ -465,7 +465,8 @@ def _no_number(value: Any, kinds: str) -> str | None:
     return None if dtype.kind in kinds or dtype == jnp.bfloat16 else f"a number of type {dtype}"
 
 
-#: How many grains are checked: the losses of one may add up by chance, as where all its masks are full.
+#: How many grains are checked: in one grain the losses of parts may add up although the loss is no sum, for example if
+#: no sample of the grain is masked.
 _MOST_GRAINS = 4
 
 
@@ -553,7 +554,10 @@ class FirstGrains:
             )
 
     def _check_gradients(self, results: list[_Result], samples: int, within: float, *, add: bool) -> None:
-        """Raise ``LayoutError`` if the parts' gradients do not ``add`` up (or else concatenate) to the whole one."""
+        """Raise ``LayoutError`` if the gradients of the two parts do not give the gradient of all samples.
+
+        If ``add`` is true they must add up to it, otherwise form it when they are concatenated.
+        """
         full, first, second = (one.gradient for one in results)
         largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in full), default=0.0)
         for a, b, c in zip(full, first, second, strict=True):
@@ -604,7 +608,8 @@ def _doubled(tree: Any) -> Any:
 def check_rows(apply: TracedFunction, computed: Callable[[Any], Any], x: Any) -> bool:
     """Check that a block computes each sample by itself; return whether the check is done.
 
-    ``computed`` applies the block to samples ``x``.
+    ``computed`` applies the block to samples ``x``. The result is False if ``x`` cannot be cut into samples: then other
+    samples are to be checked.
 
     Raises
     ------

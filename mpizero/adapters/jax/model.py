@@ -138,7 +138,7 @@ class JaxModel:
             seed=self.seed,
         )
         vars(self).update(vars(made))
-        #: Whether random numbers depend on where the grains begin, so that sums over other pieces differ.
+        #: Whether random numbers depend on where the grains begin, so that other grains give other sums.
         self.random_by_grain = function.takes_key
 
     def _be_blocks(self, parameters: Any, loss: Any, blocks: Any, frozen: Collection[str]) -> None:

@@ -5,9 +5,9 @@
 :class:`MpizeroKernels` computes some functions of PyTorch with mpizero's kernels, which take less time on CPUs.
 
 Source of the halves: Qi et al., Zero Bubble Pipeline Parallelism (2024), section 2. The nodes of autograd's graph on a
-path to an input run in the input half. Where such a node also leads to weights by another edge, the gradient of its
-outputs is kept. The weight half begins at such nodes: it computes the gradients of those edges alone, and follows them
-to the weights.
+path to an input run in the input half. Where such a node also has edges that lead to weights only, the gradient of the
+node's outputs is kept. The weight half begins at such nodes: it computes the gradients of these edges alone, and
+follows the edges to the weights.
 
 Where several nodes lead to one such edge (as to a weight that a recurrent layer uses in each step), autograd
 cannot compute the contribution of one node alone. The input half then computes all gradients, and the weight half only
@@ -139,7 +139,7 @@ def gradients_like(tree: Any, gradients: Gradients) -> Any:
     return map_leaves(gradient, tree)
 
 
-#: A gradient for each weight; None for those that the outputs do not depend on.
+#: A gradient for each of several tensors; None for tensors that the outputs do not depend on.
 Gradients = Sequence["torch.Tensor | None"]
 
 
@@ -173,7 +173,7 @@ class PendingWeights(NamedTuple):
 
 
 class HalfTimes(NamedTuple):
-    """Hold the seconds of a backward pass and of its two halves, and whether both give equal gradients."""
+    """Hold the seconds of a backward pass and of its two halves, and whether halves and whole give equal gradients."""
 
     full: float
     inputs: float
@@ -284,10 +284,10 @@ _run = getattr(torch.autograd.graph, "_engine_run_backward", None)
 def gradients_of(
     outputs: Sequence[Any], ends: Sequence[Any], gradients: Sequence[torch.Tensor], *, keep: bool = False
 ) -> Gradients:
-    """Return the gradients of ``ends``, given ``gradients`` of ``outputs``, as ``torch.autograd.grad``. Not collective.
+    """Return the gradients of ``ends``, given ``gradients`` of ``outputs``, like ``torch.autograd.grad``.
 
-    The checks of ``torch.autograd.grad`` are omitted: they take as long as a small layer, and import SymPy, which takes
-    a second.
+    Not collective. The checks of ``torch.autograd.grad`` are omitted: they take as long as a small layer, and import
+    SymPy, which takes a second.
     """
     if _run is None:
         results: Gradients = torch.autograd.grad(outputs, ends, gradients, retain_graph=keep, allow_unused=True)
@@ -318,7 +318,10 @@ class Kernels(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Let PyTorch's compiler skip the calls only if it is imported: the import takes as long as PyTorch's own."""
+        """Tell whether PyTorch's compiler is to skip the intercepted calls: only if it is imported already.
+
+        If the result were True without it, PyTorch would import the compiler, which takes as long as importing PyTorch.
+        """
         return "torch._dynamo" in sys.modules
 
 
@@ -326,10 +329,10 @@ class MpizeroKernels(TorchFunctionMode):  # type: ignore[misc]
     """Compute functions of PyTorch by mpizero's kernels, where there are any, in calls of the current thread.
 
     As a mode of PyTorch, it intercepts the calls of functions while a module runs. GELU in its tanh form, SiLU, and
-    causal attention without mask and dropout, unless it is small, are computed by the kernels of :mod:`mpizero.nn`'s
-    layers, where tensors are float32 or float64 on the host; all other calls run as they are. PyTorch itself computes
-    gradients that are to be differentiated again (``create_graph=True``), and functions inside ``torch.func``'s
-    transforms and forward-mode derivatives.
+    causal attention without mask and dropout, if there are more than :data:`FEW_SCORES` scores, are computed by the
+    kernels of :mod:`mpizero.nn`'s layers, where tensors are float32 or float64 on the host; all other calls run as they
+    are. PyTorch itself computes gradients that are to be differentiated again (``create_graph=True``), and functions
+    inside ``torch.func``'s transforms and forward-mode derivatives.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -352,7 +355,7 @@ def _silu(input: Any, inplace: bool = False) -> Any:
     return _Elementwise.apply(input, "silu", functional.silu)
 
 
-#: Attention of no more scores takes less time in PyTorch, which calls no Python function for it.
+#: Attention with at most so many scores takes less time in PyTorch, which calls no Python function for it.
 FEW_SCORES = 1 << 14
 
 
@@ -396,7 +399,10 @@ def _again(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ..
 
 
 class _Elementwise(Function):  # type: ignore[misc]
-    """Apply a function to each element by the kernel ``name``, and its derivative by ``name_backward``."""
+    """Apply a function to each element by the kernel ``name``; another kernel applies the derivative.
+
+    That kernel's name is ``name`` followed by "_backward".
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, name: str, function: Callable[..., torch.Tensor]) -> torch.Tensor:

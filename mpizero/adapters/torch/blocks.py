@@ -51,7 +51,7 @@ from mpizero.types import EVALUATE, INTEGER_DTYPES, IntegerSpec, ParameterSpec, 
 
 
 class _SavedTensor(NamedTuple):
-    """Hold a tensor that autograd saves, and its version at that time."""
+    """Hold a tensor that autograd saves, and the version that the tensor had when it was saved."""
 
     tensor: torch.Tensor
     version: int
@@ -210,8 +210,8 @@ class _Recorded:
     Attributes
     ----------
     x, run
-        Input of the forward pass. After an evaluation, and for a recomputed block, only ``x`` and ``run`` are kept, and
-        the backward pass begins with a forward pass.
+        Input of the forward pass, and the samples and step that it belongs to. After an evaluation, and for a
+        recomputed block, only ``x`` and ``run`` are kept, and the backward pass begins with a forward pass.
     graph : Pass or None
         Autograd's graph.
     paths : tuple of str
@@ -277,13 +277,16 @@ class TorchBlock(Layer):
         return self.call.tensors.integer_specs
 
     def own_specs(self) -> tuple[ParameterSpec, ...]:
-        """Return the descriptions of the module's parameters, with their names in ``state_dict()``. Not collective."""
+        """Return the descriptions of the module's parameters, and of the buffers that are stored like parameters.
+
+        Not collective. The names are those of ``state_dict()``.
+        """
         return self.call.tensors.specs
 
     def forward(self, params: Params, x: Any, run: Run = EVALUATE) -> tuple[Any, Any]:
-        """Return the output for ``x``, and a cache: autograd's graph, or only ``x`` if the pass is to be recomputed.
+        """Return the output for ``x``, and a cache for the backward pass.
 
-        Not collective.
+        The cache has autograd's graph or, in evaluation and if the block is recomputed, only ``x``. Not collective.
         """
         if self.original_forward is not None:
             self.original_forward.compare(x, run)

@@ -156,7 +156,8 @@ def dtype_of(module: torch.nn.Module) -> np.dtype[Any]:
     Raises
     ------
     ConfigError
-        If there is no parameter, one has no shape yet, or they are neither all float32 nor all float64.
+        If there is no parameter, one has no shape yet, the module is compiled by ``torch.jit``, or the parameters are
+        neither all float32 nor all float64.
     """
     first: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters():
@@ -266,7 +267,7 @@ def chosen_blocks(module: torch.nn.Module, blocks: Any) -> list[str]:
 
 
 def check_blocks_complete(module: torch.nn.Module, blocks: dict[str, torch.nn.Module]) -> None:
-    """Raise :class:`ConfigError` if a parameter is in none of the blocks, or a block contains another one."""
+    """Raise :class:`ConfigError` if a parameter or buffer is in no block, or if a block contains another block."""
     names = list(blocks)
     for i, name in enumerate(names):
         if inner := next((other for other in names[:i] + names[i + 1 :] if other.startswith(f"{name}.")), None):
@@ -298,7 +299,10 @@ class TorchSettings:
     mpizero_kernels: bool = False
 
     def functions(self) -> AbstractContextManager[Any]:
-        """Return a context that uses mpizero's kernels if set; in it, every call of PyTorch takes a little longer."""
+        """Return a context that uses mpizero's kernels if :attr:`mpizero_kernels` is true, and does nothing otherwise.
+
+        With these kernels, every call of PyTorch in the context takes a little longer.
+        """
         return MpizeroKernels() if self.mpizero_kernels else nullcontext()
 
 
@@ -312,9 +316,9 @@ _deterministic = getattr(torch._C, "_set_deterministic_algorithms", torch.use_de
 
 @contextmanager
 def torch_pass(settings: TorchSettings, seed: int | None = None) -> Iterator[None]:
-    """Let this thread alone use PyTorch, with ``settings`` and, if given, ``seed``; restore the old ones at the end.
+    """Let this thread alone use PyTorch, with ``settings`` and, if given, random numbers from ``seed``.
 
-    Not collective.
+    PyTorch's previous settings and states of generators are restored at the end. Not collective.
     """
     with _TURN:
         threads, algorithms = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()

@@ -107,8 +107,8 @@ def recut(parts: InParts) -> InParts:
     """Return ``parts`` with the floating-point tensors of both parts cut from the whole along the axis of samples.
 
     A module rounds samples differently when they are fewer. Later blocks and the loss may amplify such rounding errors,
-    as a small difference of prediction and target does. So the next block gets equal numbers, once the results of this
-    block have been compared.
+    as a loss does that is computed from a small difference of prediction and target. So the next block gets equal
+    numbers, once the results of this block have been compared.
     """
     cuts: list[dict[int, torch.Tensor]] = [{}, {}]
     for number, axis, (full, first, _) in aligned(parts):
@@ -145,7 +145,7 @@ def apart(full: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_p
 
 @dataclass
 class _Chain:
-    """Hold the input of the next block for all samples and for their parts, and the output of the last block."""
+    """Hold the input of the next block for all samples and for their parts, and the output of the block before it."""
 
     next: int = 0
     count: int = 0
@@ -155,10 +155,10 @@ class _Chain:
 
 @dataclass
 class Trial:
-    """Run the first samples through the blocks of a model and its loss, together and in two halves, to compare both.
+    """Pass the first samples from block to block of a model and to its loss, all together and in two halves.
 
-    Each rank that is a thread runs its own samples. ``done`` is True once results were compared, or if they need not
-    be.
+    The results of both ways are compared. Each rank that is a thread passes its own samples. ``done`` is True once
+    results were compared, or if they need not be.
     """
 
     done: bool = False
@@ -179,13 +179,13 @@ class Trial:
     def output(self, number: int, parts: InParts | None) -> None:
         """Store ``parts``, the output of block ``number`` for all samples and for two parts; None if it is unknown.
 
-        :meth:`input` returns it to the next block.
+        :meth:`input` returns ``parts`` to the next block.
         """
         chain = self._chains[threading.get_ident()]
         chain.next, chain.parts = number + 1, parts
 
     def returned(self, number: int, output: Any) -> None:
-        """Store what block ``number`` returned for all samples: that of the last block is the loss's prediction."""
+        """Store what block ``number`` returned for all samples; the last block returns the loss's prediction."""
         chain = self._chains.get(threading.get_ident())
         if chain is not None and chain.next == number + 1:
             chain.end = output
@@ -193,7 +193,8 @@ class Trial:
     def prediction(self, raw: Any, tensors: Any, count: int) -> list[tuple[InParts, int]]:
         """Return a list of up to two (prediction in parts, number of samples), for the loss of the prediction ``raw``.
 
-        First come the parts that the blocks have computed, then ``tensors``, the prediction itself, cut into parts.
+        First come the parts that the blocks have computed, then parts that are cut from ``tensors``, which is the
+        prediction as tensors, of ``count`` samples.
         """
         chain = self._chains.pop(threading.get_ident(), None)
         ways = []
@@ -220,7 +221,7 @@ class CopyGraph(NamedTuple):
     half_precision : bool
         Whether a function of PyTorch has returned numbers of 16 bits.
     gradients : dict
-        The gradients of the ends, where there was a backward pass.
+        The gradients with respect to ``ends``, by name; empty if there was no backward pass.
     outside : list
         Weak references to other tensors whose gradients a backward pass would compute.
     """
@@ -292,9 +293,10 @@ class ModuleCopy:
     def gradients(
         self, graph: CopyGraph, leaves: Sequence[torch.Tensor] | None = None, *, linear: bool = False
     ) -> dict[str, torch.Tensor | None]:
-        """Return the gradients of the sum of the sines of ``leaves``, tensors of the output; of all of them if None.
+        """Return the gradients of the sum of the sines of ``leaves``, which are tensors of the output.
 
-        If ``linear``, return the gradients of the sum of the tensors themselves.
+        If ``leaves`` is None, all tensors of the output are used. If ``linear`` is true, return the gradients of the
+        sum of the tensors themselves.
         """
         if leaves is None:
             leaves = gradient_leaves([leaf for leaf in leaves_of(graph.output) if isinstance(leaf, torch.Tensor)])
@@ -311,7 +313,10 @@ class ModuleCopy:
 
 
 def _outside(tensors: Sequence[Any], known: Iterable[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
-    """Return weak references to the leaves of a graph besides ``known``; leaves that the pass made die with it."""
+    """Return weak references to the leaves of a graph besides ``known``.
+
+    Leaves that the pass itself has made are freed with the graph; leaves that live on are held by other objects.
+    """
     inside = {id(tensor) for tensor in known}
     return [weakref.ref(leaf) for leaf in graph_leaves(tensors) if id(leaf) not in inside]
 
@@ -481,7 +486,8 @@ class FirstPass:
     def follow(self, fresh: Callable[[], ModuleCopy], x: Any, count: int, *, training: bool) -> None:
         """Compute ``count`` samples together and in two parts; raise :class:`LayoutError` if the results differ.
 
-        Nothing is compared for samples for which the module raises an error. Not collective.
+        Nothing is compared if the module raises an error or draws random numbers in one of these passes. Not
+        collective.
         """
         self._followed = True
         parts, one = self.trial.input(self.number, x, count), fresh()
@@ -627,7 +633,8 @@ class _LossAndGradient(NamedTuple):
 
 #: Largest relative difference of the sum of parts' losses from the whole's loss: in double and in own precision.
 _WIDE, _NATIVE = 1e-5, 1e-3
-#: Number of grains compared in parts: losses of one may add up by chance, as where all its masks are full, or be NaN.
+#: Number of grains compared in parts: in one grain the losses may be NaN, or add up although the loss is no sum, for
+#: example if no sample of the grain is masked.
 MOST_ADDED = 4
 _SEE = (
     "; samples that are meant to see each other, as in a contrastive loss, do so in the module, which returns a loss "
@@ -681,7 +688,10 @@ class FirstLoss:
         return (new and not self.added) or (self.by_rows and self.checked < MOST_ADDED)
 
     def check(self, prediction: Any, target: Any) -> None:
-        """Raise :class:`LayoutError` if a second, equal call gives another result or changes state. Not collective."""
+        """Raise :class:`LayoutError` if a second, equal call gives another result or changes state. Not collective.
+
+        A loss that draws random numbers, or that computes with tensors of the module that was given, is an error, too.
+        """
         state = partial(hidden_state, loss=self.function)
         with seeded(), self.originals.reads() as reads:
             one, first_state = self._loss_and_gradient(prediction, target), state()

@@ -101,8 +101,9 @@ class TorchModel:
     averaged : collection of str
         Names, or shell patterns, of buffers that hold statistics of the samples. Every micro-batch of a step begins
         with the values from before the step; the step ends with the mean of the micro-batches' new values, weighted by
-        numbers of samples. Running means and variances of norms are such statistics already. No forward pass may change
-        other buffers.
+        numbers of samples. Running means and variances of norms count as such statistics without being named. Of all
+        other buffers, a forward pass may change only those of whole numbers in ``state_dict()``, such as counters of
+        batches.
     compare_forward : bool
         Whether the first samples, in training and in evaluation, also run through the module's own ``forward``, which
         must compute what the blocks compute. A module without a ``forward``, and an ``nn.Sequential`` whose children
@@ -272,7 +273,7 @@ class TorchModel:
 
     @property
     def other_names(self) -> dict[str, str]:
-        """The other names of parameters and buffers that the module holds in several places, with their first names."""
+        """The other names of parameters and buffers that the module holds in several places, mapped to their first."""
         homes: dict[int, str] = {}
         names: dict[str, str] = {}
         for block, call in self._calls.items():
@@ -545,8 +546,8 @@ class LeftBehind:
 
     The object is a hook on calls and on ``state_dict()`` of the module and its submodules. In copies of the module,
     pickled ones too, the hook prints nothing. Nor does it if the module's parameters have changed since, for example by
-    ``load_state_dict``. Values that are loaded between the making of the copy and its first step, which the copy does
-    not get, are told, too.
+    ``load_state_dict``. A notice is printed, too, if values are loaded into the module after the copy was made, but
+    before the first step: the copy does not get these values.
 
     Parameters
     ----------
@@ -568,7 +569,7 @@ class LeftBehind:
             module.register_load_state_dict_pre_hook(self.before_load)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a hook for the copy of the module, which prints nothing."""
+        """Return a hook that prints nothing, for the copy of the module."""
         return type(self)()
 
     def __reduce__(self) -> Any:
@@ -609,7 +610,7 @@ class LeftBehind:
 def _caller(depth: int) -> str | None:
     """Return the line of the user's code that uses a module, for a notice; None if it is mpizero that uses it.
 
-    The frames of the hook, ``depth`` with this function's, are left out.
+    ``depth`` is the number of frames of this function and of the hook, which are left out.
     """
     frame, line = sys._getframe(depth), None
     while frame is not None:

@@ -35,7 +35,11 @@ from mpizero.types import Run
 
 
 def check_parameters(module: torch.nn.Module) -> None:
-    """Raise :class:`ConfigError` for uses of parameters that do not work in a copy of the module. Not collective."""
+    """Raise :class:`ConfigError` if parts of a module, or uses of its parameters, do not work in a copy of the module.
+
+    Not collective. These are DataParallel and DistributedDataParallel, SyncBatchNorm, hooks on the gradients of
+    parameters, and parameters that are also held in other containers than the module's own.
+    """
     if isinstance(module, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
         raise ConfigError(f"TorchModel: {type(module).__name__} shares work itself: give the module inside, .module")
     for path, inner in module.named_modules():
@@ -205,7 +209,7 @@ class Reads(Kernels):
         self._names, self.first = {address: name for address, name in names.items() if address}, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation, and record which of the watched tensors are among its arguments."""
+        """Run one operation, and note a watched tensor among its arguments, unless one was noted before."""
         used = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         self.first = self.first or next((name for leaf in used if (name := self._names.get(_address(leaf)))), "")
         return func(*args, **(kwargs or {}))
@@ -233,7 +237,7 @@ class OriginalForward:
     made : callable
         Returns the module that was given, or a newly made one.
     blocks : sequence of str
-        The names of its blocks, in order.
+        The names of the module's blocks, in order.
     settings : TorchSettings
         Settings of the process during a pass.
     """

@@ -148,7 +148,10 @@ class ModuleCall:
             yield
 
     def forward_values(self, params: Params) -> list[torch.Tensor]:
-        """Return the tensors to use in place of ``tensors.stored``, copied if they may change (in :meth:`prepared`)."""
+        """Return the tensors to use in place of ``tensors.stored``, copied if the pass may change them.
+
+        To be called in the context of :meth:`prepared`.
+        """
         block, new, arrays = self.tensors, self.new, self.values(params)
         bring(block.others, self._device(arrays))
         tensors = [t.clone() if spec.averaged or new else t for t, spec in zip(arrays, block.specs, strict=True)]
@@ -220,9 +223,9 @@ class ModuleCall:
                 )
 
     def on_zeros(self, x: Any, dtype: np.dtype[Any], mode: AbstractContextManager[Any]) -> Any:
-        """Return the output for ``x`` of a copy of the module, in training, with zero parameters and stored buffers.
+        """Return the output for ``x`` of a copy of the module whose parameters and stored buffers are set to zero.
 
-        The pass runs inside the context manager ``mode``. Not collective.
+        The copy is in training mode. The pass runs inside the context manager ``mode``. Not collective.
         """
         kinds = (dtype, np.result_type(dtype, np.complex64))
         values = [as_tensor(np.zeros(spec.shape, kinds[spec.complex])) for spec in self.tensors.specs]

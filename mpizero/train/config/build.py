@@ -48,7 +48,7 @@ from mpizero.train.setup import COMMAND, RunRecord, RunSetup
 if TYPE_CHECKING:
     from mpizero.train.config.toml import UserFunction
 
-#: What a model may be for, which says what is told of its validation.
+#: The tasks of models; the task decides which metrics a validation reports.
 TASKS = ("language", "classification", "regression")
 _TWO_SETS = '{"training": (x, y), "validation": (x, y)}'
 
@@ -153,8 +153,8 @@ def with_batch(config: RunConfig, source: Any) -> RunConfig:
     Raises
     ------
     SettingError
-        If ``train.global_batch`` is larger than the number of training samples, or, for a full-batch method, differs
-        from it.
+        If ``train.global_batch`` is larger than the number of training samples; for a full-batch method, if it differs
+        from that number, or if ``train.prefetch`` is set.
     """
     if config.optimizer.kind.needs_vectors:
         train = config.train.of_all(len(source), f'optimizer.name = "{config.optimizer.name}"')
@@ -192,11 +192,11 @@ def _sequence(config: RunConfig) -> int:
 
 
 def build_model(config: RunConfig, *sources: Any) -> Any:
-    """Build the model; the numbers of inputs and outputs of an MLP or a U-Net are taken from the data.
+    """Build the model; the numbers of inputs and outputs of an MLP or a model of fields are taken from the data.
 
-    Not collective. ``sources`` are the samples for training and for validation. The number of classes is the larger one
-    of both. If a user's function has a parameter ``source``, it gets the training samples, which are opened
-    if ``sources`` is empty.
+    Not collective. ``sources`` are the samples for training and for validation. If their numbers of classes differ, a
+    classifier gets outputs for the larger one. If a user's function has a parameter ``source``, it gets the training
+    samples, which are opened if ``sources`` is empty.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def build_model(config: RunConfig, *sources: Any) -> Any:
 
 
 def _frozen(section: ModelSection, model: Any) -> Any:
-    """Return the model with the parameters that ``model.freeze`` names excluded from training."""
+    """Return the model; the parameters that ``model.freeze`` names are not trained in it."""
     if section.freeze is None:
         return model
     try:
@@ -298,7 +298,10 @@ def units_per_sample(task: str, source: Source) -> int:
 
 
 def _widths_of(model: Any) -> tuple[int, ...] | None:
-    """Return the ``widths`` of :func:`make_model` of an MLP or a model of fields; None for others. Not collective."""
+    """Return the argument ``widths`` with which :func:`make_model` makes ``model``; None for other models.
+
+    Not collective. Only an MLP and a model of fields are made with ``widths``.
+    """
     if isinstance(unfrozen(model), FieldModel) and model.space is not None:
         return model.inputs, model.outputs, *model.space
     return (model.features, model.outputs) if isinstance(unfrozen(model), nn.MLP) else None
@@ -431,7 +434,8 @@ def _described(config: RunConfig, model: Model, source: Any, validation: Any) ->
 def _load_start(section: ModelSection, model: Model) -> str:
     """Load start values from the file that ``model.start`` names; return a message about the loaded parameters.
 
-    Collective over the ranks that train.
+    Collective over the ranks that train. The message is "" if parameters were left out, because ``load_parameters`` has
+    printed it then.
     """
     from mpizero.checkpoint.inspect import find_checkpoint
 

@@ -75,7 +75,7 @@ class LoopSection(ConfigSection):
         Raises
         ------
         SettingError
-            If ``global_batch`` has another value, or ``prefetch`` is set.
+            If ``global_batch`` is set to a number other than ``count``, or ``prefetch`` is set.
         """
         if self.global_batch not in (ALL_SAMPLES, count):
             raise self.reject(
@@ -222,7 +222,7 @@ def section_kind(title: str, tables: Tables) -> type[ConfigSection]:
 
 
 def defaults_of(kind: type[ConfigSection]) -> dict[str, Any]:
-    """Return the settings of a section that have a default, with it. Not collective."""
+    """Return the default of each setting that has one, by the setting's name. Not collective."""
     return {item.name: item.default for item in fields(kind) if item.default is not MISSING}
 
 
@@ -249,10 +249,10 @@ def _resume_rule(key: str, config: Tables) -> Resume:
 def mathematics(config: Tables) -> dict[str, Any]:
     """Return the settings that determine the result of training, by keys such as ``train.seed``.
 
-    ``config`` is the result of :meth:`RunConfig.to_dict`. A setting that it lacks, because the run was saved before
-    there was the setting, has its default. Other settings may differ between a saved run and the run
-    that resumes it, because they do not change the mathematics, at most the rounding of sums (in tensor and context
-    groups, and on GPUs). Training data are compared by content, not by path.
+    ``config`` is the result of :meth:`RunConfig.to_dict`. A setting that ``config`` lacks, because the run was saved
+    before there was the setting, has its default. The settings that are not returned may differ between a saved run and
+    the run that resumes it, because they do not change the mathematics, at most the rounding of sums (in tensor and
+    context groups, and on GPUs). Training data are compared by content, not by path.
     """
     flat = {
         f"{section}.{key}": value
@@ -305,7 +305,7 @@ def check_overridden(keys: Sequence[str], config: Tables) -> tuple[str, ...]:
     Raises
     ------
     ConfigError
-        If a key is unknown, or that setting needs no ``--override``, or must not change in a run.
+        If a key is unknown, or its setting may change without ``--override``, or must not change in a run.
     """
     known = [f"{section}.{name}" for section, values in config.items() for name in values]
     for key in keys:

@@ -183,11 +183,14 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
             raise self.reject("tiles", f"its number for the tensor axis must divide model.heads = {heads}; {fit} do")
 
     def reject_split(self, allowed: str) -> SettingError:
-        """Return a SettingError about the first axis that splits the model; ``allowed`` is the message."""
+        """Return a SettingError about the first axis that splits the model; ``allowed`` says what is allowed there."""
         return self.reject(next(self._split_axes()), allowed)
 
     def check_space(self, model: str, axes: int) -> None:
-        """Raise SettingError for a domain of other than the ``axes`` axes of space that fields of ``model`` have."""
+        """Raise SettingError if a domain is set that does not cut ``axes`` axes of space, those of the model's fields.
+
+        ``axes`` is 0 for a model without space; ``model`` is the model's name in the message.
+        """
         if self.domain and not axes:
             raise self.reject("domain", f"must be left out: {model} has no space to cut")
         if self.domain and len(self.domain) != axes:
@@ -198,7 +201,7 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
         return ParallelLayout(**self.values_of(AxisSettings), **self._split())
 
     def mesh(self, comm: Any, **more: Any) -> Mesh:
-        """Return a :class:`~mpizero.Mesh` of ``comm`` with these axes and nodes; ``more`` are further arguments."""
+        """Return a :class:`~mpizero.Mesh` of ``comm`` with this section's settings; ``more`` are further arguments."""
         return Mesh(comm, **self.values_of(AxisSettings), **self.values_of(NodeSettings), **more)
 
     def settings(self) -> dict[str, Any]:
@@ -206,7 +209,7 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
         return self.values_of(DataParallelSettings) | self._split()
 
     def _split(self) -> dict[str, Any]:
-        """Return the settings of the split by name: ``tiles`` and, if there is a pipeline, those of the pipeline."""
+        """Return the :class:`SplitSettings` that apply, by name: all if there is a pipeline, else only ``tiles``."""
         return self.values_of(SplitSettings) if self.pipeline > 1 else {"tiles": self.tiles}
 
     def describe(self, ranks: int) -> str:
@@ -338,8 +341,8 @@ class DataSection(ConfigSection):
 class MadeDataSection(MakeSettings):
     """Hold the section ``[data]`` that names a function of the user which makes the samples, and its arguments.
 
-    ``validation`` is the fraction of samples held back for validation. None means 0.05, or no samples if the function
-    makes the samples for validation, too.
+    ``validation`` is the fraction of samples held back for validation. None means the source's default, which is 0.05
+    unless the source sets another one, or no samples if the function makes the samples for validation, too.
     """
 
     make: str = like(MakeSettings, "make", resume="free")
@@ -401,7 +404,7 @@ class ModelSection(ConfigSection):
         return 1, 0
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError if the layout cannot split the model on any number of ranks.
+        """Raise SettingError if the layout cannot split the model, whatever the number of ranks is.
 
         ``model`` is the model that this section describes; None if the model does not exist yet.
         """
@@ -451,9 +454,10 @@ class GptSection(NamedModelSection):
         return self.heads, self.sequence
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError if the model has fewer blocks than pipeline chunks, or does not fit a group.
+        """Raise SettingError if the pipeline or the tensor group cannot split the model, or a domain is set.
 
-        The tensor group must be able to split its heads, and there can be no domain.
+        The pipeline must not have more chunks than the model has blocks. Size and number of tiles of the tensor group
+        must divide the number of heads.
         """
         parallel.check_blocks(self.block_count)
         parallel.check_heads(self.heads)
@@ -474,9 +478,9 @@ class GptSection(NamedModelSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayModelSection(NamedModelSection):
-    """Hold the settings that :class:`MlpSection` and :class:`FieldModelSection` have in common: models of arrays.
+    """Hold the settings that :class:`MlpSection` and :class:`FieldModelSection` have in common.
 
-    Their input and output sizes are taken from the data.
+    The samples of their models are arrays, from which the sizes of input and output are taken.
     """
 
     activation: str = setting("relu", one_of("relu", "gelu", "silu", "tanh"))
@@ -521,7 +525,10 @@ class MlpSection(ArrayModelSection):
 
 
 def by_axis(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the check of a setting for all axes of space, or of a list by axis, which it returns as a tuple."""
+    """Return a check for a setting that has one value for all axes of space, or a list with one value for each axis.
+
+    ``check`` checks each value; a list is returned as a tuple.
+    """
     several = many(check, least=1)
     return lambda value: several(value) if isinstance(value, list | tuple) else check(value)
 
@@ -535,7 +542,11 @@ class FieldModelSection(ArrayModelSection):
     activation_checkpointing: bool = setting(False, flag, resume="free")
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError as in the base class, or if ``tensor`` is more than 1, or the domain has other axes."""
+        """Raise SettingError as in the base class, or if ``tensor`` is more than 1 or a domain does not fit the fields.
+
+        The domain must have as many axes as the fields of ``model`` have axes of space; this is checked only if
+        ``model`` is given.
+        """
         super().check_layout(parallel, model)
         if model is not None:
             parallel.check_space(f"model.name = {shown(self.name)}", unfrozen(model).axes)
@@ -559,7 +570,7 @@ class UNetSection(FieldModelSection):
 
     @property
     def block_count(self) -> int:
-        """Number of blocks: two for each grid but the coarsest, which has one, and the output."""
+        """Number of blocks: two for each resolution but the coarsest, which has one, and the output block."""
         return 2 * self.levels
 
     def check_combination(self) -> None:
@@ -596,7 +607,7 @@ class MadeModelSection(MakeSettings, ModelSection):
         return self.make
 
     def check_layout(self, parallel: ParallelSection, model: Any = None) -> None:
-        """Raise SettingError if the layout cannot split ``model``; for None, check nothing."""
+        """Raise SettingError if the layout cannot split ``model``; if ``model`` is None, check nothing."""
         if model is None or not parallel.splits_model:
             return
         if not isinstance(model, BlockModel):

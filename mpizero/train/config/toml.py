@@ -110,7 +110,7 @@ def read_config(name: str) -> str:
     Raises
     ------
     ConfigError
-        If the file cannot be read. The message names the file and the reason.
+        If the file cannot be read, is larger than 1 MiB, or is not UTF-8. The message names the file and the reason.
     """
     try:
         with Path(name).open("rb") as file:  # the size is limited in read(): other than regular files have no size
@@ -230,7 +230,7 @@ def _check_model(table: Mapping[str, Any], tables: Tables) -> None:
 
 
 def _check_name(tables: Tables, title: str, base: type[ConfigSection], default: str) -> None:
-    """Raise SettingError if the key ``name`` of the section ``title``, such as "adamw", has an unknown value."""
+    """Raise SettingError if ``name`` of the section ``title``, such as ``optimizer.name``, has an unknown value."""
     name = tables.get(title, {}).get("name", default)
     check = next(item for item in fields(base) if item.name == "name").metadata["check"]
     try:
@@ -335,8 +335,8 @@ class UserFunction:
         """Call the function with keyword arguments, and return what it returns. Not collective.
 
         ``arguments`` are the section's keys and values. ``offered`` maps names of further arguments to functions that
-        return their values; such a value is passed if the user's function has a parameter of that name, and
-        ``arguments`` does not.
+        return their values; such a value is passed if the user's function has a parameter of that name, and the name is
+        not among ``arguments``.
 
         Raises
         ------
@@ -358,7 +358,7 @@ class UserFunction:
     def _check_arguments(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], offered: Mapping[str, Any]
     ) -> list[str]:
-        """Return the names of the function's parameters, or raise SettingError if it cannot take the arguments."""
+        """Return the names of the parameters of ``function``; raise SettingError if it cannot take the arguments."""
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # of compiled code
@@ -437,7 +437,10 @@ class UserFunction:
 
 @contextmanager
 def importable(*functions: UserFunction) -> Iterator[None]:
-    """Insert the folders of the functions' files at the beginning of ``sys.path`` for a ``with`` block."""
+    """Insert the folders of the functions' files at the beginning of ``sys.path`` for a ``with`` block.
+
+    For a function that is named by a module, not by a file, the configuration file's folder is inserted.
+    """
     folders = [str(function.folder if function.file is None else function.file.parent) for function in functions]
     sys.path[:0] = folders
     try:
@@ -486,7 +489,8 @@ def _loaded(path: Path) -> ModuleType:
 def _forget_siblings_of_others(folder: Path) -> None:
     """Remove user modules of other folders from ``sys.modules`` if ``folder`` has files of the same names.
 
-    Otherwise ``import helper`` in a file of ``folder`` would return the module ``helper`` of another folder.
+    Otherwise ``import helper`` in a file of ``folder`` would return the module ``helper`` of another folder. Modules
+    of folders that are on ``sys.path`` stay.
     """
     for path in folder.glob("*.py"):
         known = getattr(sys.modules.get(path.stem), "__file__", None)
