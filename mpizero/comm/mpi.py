@@ -133,9 +133,10 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ comparison of calls
 
     def mismatch_term(self) -> int:
-        """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
+        """Return this rank's number for the check of calls: if calls match, the sum of all ranks' numbers is 0.
 
-        Sends nothing, but all ranks must call it before the same collective. See [Note: one sum].
+        Sends nothing, but all ranks must call it between the same two collectives. The sum is taken modulo ``MODULUS``,
+        see [Note: one sum] in guard/call_trace.py.
         """
         return guard.current().register.mismatch_term(self.trace)
 
@@ -159,7 +160,7 @@ class MpiCommunicator(Communicator):
         return super()._count(operation, tag, primitive, *arguments)
 
     def _verified(self, verifier: CallVerifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Compare the calls of all ranks, then run ``primitive``; start a non-blocking one during the comparison."""
+        """Compare the calls of all ranks, then run ``primitive``; if it is non-blocking, start it meanwhile."""
         verification, operation = verifier.start(), self.trace.operation
         if operation.startswith("i"):
             return VerifiedRequest(self, verification, primitive(*arguments))
@@ -338,7 +339,7 @@ class MpiCommunicator(Communicator):
         self._comm = cast("MPI.Intracomm", MPI.COMM_NULL)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """End every rank of the job with the exit status of ``error``; with ``guest`` only raise it. Not collective."""
+        """End all ranks of the job with the exit status of ``error``; with ``guest`` only raise it. Not collective."""
         if self._guest:
             raise error or PeerFailure(f"{self.name!r} was given up on rank {self.rank}")
         if error is not None:
