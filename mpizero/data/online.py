@@ -367,7 +367,10 @@ class OnlineProducer:
         return True
 
     def close(self) -> None:
-        """Tell the trainers that no more samples come, and wait until they have all; a second call does nothing."""
+        """Tell the trainers that no more samples come, and wait until they have received all.
+
+        A second call does nothing.
+        """
         if not self._closed:
             self._end(END, "")
 
@@ -743,9 +746,11 @@ class OnlineJob:
         )
 
     def source(self, **options: Any) -> OnlineSource:
-        """Return the source of this trainer, with the ``options`` on_end, on_error, timeout and journal.
+        """Return the source of this trainer. Not collective, but called on all trainers.
 
-        Not collective, but called on all trainers.
+        ``options`` are ``on_end`` ("drain" or "stop": what follows when one producer ends), ``on_error`` ("raise" or
+        "drain": what follows when one fails), ``timeout`` (most seconds without a sample) and ``journal`` (path of a
+        file that records the samples of each batch); see docs/online.md.
         """
         if not self.trains:
             raise StateError(f"OnlineJob.source: rank {self._comm.rank} is a producer: it calls producer()")
@@ -966,8 +971,8 @@ def spool_source(
     """Return a source of the samples that :class:`SpoolProducer` of other jobs write into ``folder``.
 
     Collective over ``comm``, the ranks that train (``config.communicator``). Only rank 0 reads the folder. The samples
-    end when ``producers`` producers have ended and every sample is in a batch. ``options`` are those of
-    :class:`OnlineSource`: on_end, on_error, timeout, journal.
+    end when ``producers`` producers have ended and every sample is in a batch. ``options`` are as for
+    :meth:`OnlineJob.source`: on_end, on_error, timeout, journal.
 
     Examples
     --------

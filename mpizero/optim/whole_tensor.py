@@ -120,7 +120,7 @@ class TensorOptimizer(AdamW):
     # ------------------------------------------------------------------ what a subclass defines
 
     def takes(self, spec: ParameterSpec) -> bool:
-        """Tell whether the tensor of a parameter is updated as a whole; ``spec`` has its name in the whole model.
+        """Tell whether a parameter is updated as a whole tensor; ``spec.name`` is the parameter's name in the model.
 
         By default these are the matrices of real numbers with ``spec.decay`` (which is False for biases, norms and
         embeddings), except those that :attr:`exclude` names.
