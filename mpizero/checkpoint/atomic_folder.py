@@ -491,7 +491,8 @@ def remove_folder(path: str) -> bool:
     Raises
     ------
     OSError
-        If the folder, or something in it, could not be removed. The next :func:`remove_leftovers` removes the rest.
+        If the folder, or something in it, could not be removed. If it was renamed, the next :func:`remove_leftovers`
+        removes the rest.
     """
     inject("save.prune")
     parent, name = os.path.split(path)

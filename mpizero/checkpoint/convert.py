@@ -113,7 +113,7 @@ def library() -> Any:
 class Tensor:
     """Describe one tensor of a safetensors file.
 
-    ``code`` is the type code of the format, such as "BF16"; ``start`` is the first byte in the file.
+    ``code`` is the type code of the format, such as "BF16"; ``start`` is the index of the first byte in the file.
     """
 
     name: str
@@ -377,8 +377,8 @@ def export(
     """Write arrays of an open checkpoint into one new file; return the descriptions of the written arrays.
 
     Not collective: one process opens the checkpoint. Values are verified before they are written. Only a few blocks are
-    in memory at a time. The array ``parameters/<name>`` is called ``<name>`` in the
-    file; other arrays keep their names.
+    in memory at a time. The array ``parameters/<name>`` is called ``<name>`` in the file; other arrays keep their
+    names.
 
     Parameters
     ----------

@@ -323,8 +323,8 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     CollectiveMismatch
         If the ranks have called different operations.
     ConfigError
-        If arrays differ; names the lowest rank with such an array and its first one, and describes the arrays of this
-        name on this rank and on the rank with which it was compared.
+        If arrays differ; names the lowest rank whose arrays differ and the first of these arrays, and describes the
+        array on this rank and on the rank with which it was compared.
     """
     error: Exception | None = None
     arrays: dict[str, Any] = {}

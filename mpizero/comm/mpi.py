@@ -402,7 +402,7 @@ class MpiCommunicator(Communicator):
         return rest if begun is None else [*rest, begun]
 
     def _without_own(self, send: _Blocks, recv: _Blocks) -> tuple[_Blocks, _Blocks]:
-        """Copy the block that this rank sends to itself, and return the blocks with 0 as its length."""
+        """Copy the block that this rank sends to itself; return ``send`` and ``recv`` with 0 as this block's length."""
         (values, send_counts, send_starts), (target, recv_counts, recv_starts) = send, recv
         if count := send_counts[self.rank]:
             start, to = send_starts[self.rank], recv_starts[self.rank]
@@ -823,7 +823,10 @@ class PendingComparison:
         self._compare()
 
     def test(self) -> bool:
-        """Tell whether the comparison has ended; raise like :meth:`wait` if hashes differ. Not collective."""
+        """Tell whether the comparison has ended; raise like :meth:`wait` if hashes differ.
+
+        Not collective, unless hashes differ: then this call waits until all ranks have called it or :meth:`wait`.
+        """
         arrived = self._request.Test()
         if arrived:
             self._compare()

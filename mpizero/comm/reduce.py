@@ -95,7 +95,7 @@ class RowsToSum(NamedTuple):
 
     Attributes
     ----------
-    values : array, shape (rows of the group, stride)
+    values : array, shape (rows of the group, elements of a row)
         The rows of this rank's group (its node, or this rank alone); each row is one copy of the whole gradient vector.
     ranges : sequence over ranks of sequences of Span
         The ranges of elements that each peer owns.
@@ -302,7 +302,10 @@ class ExactExchange:
         return Arriving(request, unpack, segment.windows[me], rounded=self.rounded)
 
     def _in_place(self, rows: RowsToSum) -> Iterator[RowRange]:
-        """Yield a :class:`RowRange` for each range that this rank owns, if there is one node and nothing is sent."""
+        """Yield the rows of all elements that this rank owns, if there is one group, so that nothing is sent.
+
+        A range of elements of which some sums are rounded and some are not gives several :class:`RowRange` objects.
+        """
         for position, span in span_positions(rows.ranges[0]):
             for part, exact in span.split(rows.exact) if self.rounded else [(span, True)]:
                 at = position + part.start - span.start
@@ -437,7 +440,7 @@ class SegmentQueue:
         self._fill()
 
     def begin(self) -> None:
-        """Wait until the messages of all segments have begun: until their rows have been read. Not collective."""
+        """Wait until all segments have begun, so that the rows of all segments have been read. Not collective."""
         while self._waiting:
             self._take()
             self._fill()

@@ -479,7 +479,7 @@ class ThreadJob:
                 self._wake(waiter)
 
     def leave(self, member: int) -> None:
-        """Store that a member makes no more calls; wake the threads that wait for it, and one if all others wait."""
+        """Store that a member makes no more calls; wake the threads that wait for it, or one if all others wait."""
         with self.lock:
             self.gone.add(member)
             waiting = tuple(self._waiting)

@@ -374,7 +374,7 @@ def batches(
     ConfigError
         If ``global_batch``, ``seed``, ``steps``, ``consumed`` or ``prefetch`` is out of range.
     DataError
-        If ``source`` is no :class:`Source`, or has no samples.
+        If ``source`` is neither a :class:`Source` nor an :class:`OnlineSource`, or is a source without samples.
     MpizeroError
         If ranks have different data or arguments.
 

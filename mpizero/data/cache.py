@@ -189,8 +189,8 @@ def cached(source: Source, ranks: Ranks | RankedModel, limit: int | None = None)
     ranks : sharded model, Mesh or ShardingConfig
         The ranks.
     limit : int or None
-        Largest number of bytes of a node's copy. None means the free shared memory, but no more than half of the memory
-        that the node has available.
+        Largest number of bytes of a node's copy; None sets no limit. In both cases the copy must fit into the free
+        shared memory, and into half of the available memory.
 
     Raises
     ------
@@ -224,9 +224,9 @@ class BlockShuffledSource(WrappedSource):
     """Provide another source's samples, to be shuffled by blocks in batches; a rank holds a few blocks in memory.
 
     In each epoch the blocks of neighbouring samples come in a random order, and the samples of ``blocks`` successive
-    blocks are shuffled together. The order does not depend on the ranks, but on ``blocks`` and ``block``. A rank that
-    needs a sample of a block reads the whole block and holds the last ``blocks`` blocks that it used; so it reads, and
-    decompresses, each block about once an epoch.
+    blocks are shuffled together. The order is the same on any ranks; it changes with ``blocks`` and ``block``. A rank
+    that needs a sample of a block reads the whole block and holds the last ``blocks`` blocks that it used; so it reads,
+    and decompresses, each block about once an epoch.
 
     Neighbouring samples of ``source`` remain near each other in the order of an epoch. :meth:`split` takes the last
     samples for validation.
@@ -282,7 +282,7 @@ class BlockShuffledSource(WrappedSource):
         return 1
 
     def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
-        """Return the indices at positions ``start:stop`` of :func:`block_order`."""
+        """Return the indices at positions ``start:stop`` of the order that :func:`block_order` defines."""
         return block_order(start, stop, length, seed, block=self.block, blocks=self.blocks)
 
     def read(self, indices: Indices) -> tuple[Any, Any]:

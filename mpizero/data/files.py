@@ -412,9 +412,10 @@ class FileSource(Source):
 
     @abstractmethod
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a file; return the arrays of ``names`` by name, each with the ``chunk`` of a :class:`FileArray`.
+        """Open a file; return the requested arrays by name, each with the ``chunk`` of a :class:`FileArray`.
 
-        An array has a shape and a dtype, and reads its elements when it is indexed with slices.
+        An array has a shape and a dtype, and reads its elements when it is indexed with slices. The attribute ``names``
+        holds the names that are requested for ``x`` and for ``y``.
 
         Raises
         ------
@@ -605,7 +606,7 @@ class Hdf5Source(FileSource):
     kind, array_word = "hdf5", "dataset"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open an HDF5 file; return its datasets of ``names`` by name, and the rows of a chunk of each."""
+        """Open an HDF5 file; return the requested datasets by name, each with the number of rows of its chunks."""
         file, mapped_files = open_hdf5(path), dict[str, MappedFile]()
         arrays = {}
         for name in dict.fromkeys(leaves_of(self.names)):
@@ -801,7 +802,7 @@ READ_TOGETHER_BYTES = 64 << 10
 
 
 def _rows_together(dataset: Any) -> int:
-    """Return how many rows HDF5 reads together: a chunk's, 64 KiB of a contiguous dataset, all of a virtual one."""
+    """Return how many rows HDF5 reads together: of a chunk, of 64 KiB if contiguous, all of a virtual dataset."""
     if dataset.chunks or dataset.is_virtual or not dataset.size:
         return int(dataset.chunks[0]) if dataset.chunks else max(1, *dataset.shape[:1])
     return max(1, READ_TOGETHER_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1
@@ -909,7 +910,7 @@ class NetcdfSource(FileSource):
     kind, array_word = "netcdf", "variable"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a file; return its variables of ``names`` by name, and the rows of a chunk of each."""
+        """Open a file; return the requested variables by name, each with the number of rows of its chunks."""
         try:
             import h5netcdf
         except ImportError:
@@ -981,7 +982,7 @@ class ZarrSource(FileSource):
     kind = "zarr"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a store; return its arrays of ``names`` by name, and the rows of a chunk of each."""
+        """Open a store; return the requested arrays by name, each with the number of rows of its chunks."""
         try:
             import zarr
         except ImportError:

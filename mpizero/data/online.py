@@ -184,7 +184,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def gone(self) -> bool:
-        """Continue :meth:`stop` without waiting; tell whether no producer is left to wait for."""
+        """Process messages of producers after :meth:`stop`, without waiting; tell whether no producer is awaited."""
 
 
 #: Tags of the messages with samples, and of the answers.
@@ -423,8 +423,8 @@ class OnlineSource:
     """Provide samples that producers send while the model is trained; each sample is used once.
 
     :func:`mpizero.data.batches` and ``Trainer`` take it in place of a :class:`Source`. Rank 0 of the trainers receives
-    all samples, and every rank gets each global batch from it. :meth:`OnlineJob.source` and
-    :func:`spool_source` make it. The ranks that train use it as a context manager. Construction is not collective.
+    all samples, and sends each global batch to all trainers. :meth:`OnlineJob.source` and :func:`spool_source` make an
+    online source. The ranks that train use it as a context manager. Construction is not collective.
 
     Attributes
     ----------
@@ -517,7 +517,7 @@ class OnlineSource:
         return self._receiver
 
     def _on_rank_0(self, function: Callable[[], T]) -> T | None:
-        """Call ``function`` on rank 0 and return its result on all ranks, which raise its error together. Collective.
+        """Call ``function`` on rank 0 and return its result on all ranks; if it raises, all ranks raise. Collective.
 
         If ``function`` raises an error, the producers are told that the training has ended.
         """

@@ -625,7 +625,10 @@ class TransformedSource(WrappedSource):
 
 
 def _pair(sample: Any, must: str, name: str) -> tuple[Any, Any]:
-    """Return one sample (x, y) with an axis of samples of length 1; raise DataError if it is no pair of arrays."""
+    """Return one sample (x, y) with an axis of samples of length 1; raise DataError if it is no pair of arrays.
+
+    The message begins with ``must`` or ``name``, which name the object that has returned the sample.
+    """
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         what = f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
         raise DataError(f"{must} the pair (x, y), it returned {what}; either may be a tree of arrays: x, (y, mask)")
@@ -1086,7 +1089,7 @@ class MappedArray:
 
     [Note: read ahead] Shuffled rows are in pages at random offsets, which a disk reads many times slower than
     neighbouring pages. If the array fits into memory, all of it will be read in an epoch and kept by the page cache. So
-    the first access to a region asks the kernel for the whole region.
+    the first access to a region of 4 MiB asks the kernel to read the whole region.
     """
 
     def __init__(

@@ -231,7 +231,7 @@ class VectorMethod(Settings, ABC):
         return True
 
     def place(self, space: VectorSpace, progress: MethodProgress, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate, or to the next point to evaluate. Not collective."""
+        """Set the parameters to the last iterate if ``iterate``, else to the next point to evaluate. Not collective."""
         if progress.along:
             space.move(POINT, 0.0 if iterate or progress.stage == "done" else progress.step, progress.along)
 
@@ -311,7 +311,7 @@ class VectorSolver:
         return self._method.retry(self._space, self.progress)
 
     def place(self, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate, or to the next point to evaluate.
+        """Set the parameters to the last iterate if ``iterate``, else to the next point to evaluate.
 
         Not collective. Before the first evaluation both are the start values, and nothing is changed.
         """
@@ -727,8 +727,8 @@ class LBFGS(SearchingMethod):
     def _learn_diagonal(space: VectorSpace, s: str, y: str, curvature: float, *, first: bool) -> None:
         """Update ``DIAGONAL`` (the matrix D) by the newest pair, scaled so that y^T D^-1 y is s^T y.
 
-        ``curvature`` is s^T y. With ``first``, D begins as the inverse of the preconditioner. ``DIRECTION`` is
-        overwritten.
+        ``curvature`` is s^T y. With ``first``, D becomes the inverse of the preconditioner, scaled in the same way.
+        ``DIRECTION`` is overwritten.
         """
         if first:  # the inverse of the preconditioner
             space.fill(1.0, DIRECTION)

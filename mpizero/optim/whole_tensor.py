@@ -354,7 +354,7 @@ class SOAP(TensorOptimizer):
         return size <= self.max_dimension
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Return the number of operations of an update's products, and its share of the QR decompositions."""
+        """Return the number of operations of an update: its products, and its share of the QR decompositions."""
         rows, columns = shape
         sides = [size for size in shape if self._rotates(size)]
         return sum(8 * rows * columns * size + 5 * size**3 // self.frequency for size in sides)
