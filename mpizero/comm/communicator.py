@@ -569,8 +569,8 @@ class Communicator(Transport):
         Raises
         ------
         SharedMemoryError
-            On all ranks: if ``shares_memory`` is false, or there is too little memory. In that case nothing stays
-            allocated.
+            On all ranks: if ``shares_memory`` is false, there is too little memory, or ranks pass different ``nbytes``.
+            Nothing stays allocated then.
         """
         if not self.shares_memory:
             raise SharedMemoryError(

@@ -50,8 +50,8 @@ class CommunicatorGroup:
     """Sum, gather and shift arrays over the ranks of a communicator; implements :class:`mpizero.types.Group`.
 
     All ranks pass arrays of the same dtype and of shapes that fit together. An array that is not C-contiguous is copied
-    first. Results are new, C-contiguous arrays. Sums are added in the order of the binary tree over the ranks' numbers,
-    so they have the same bits on every rank and in every run. In a group of one rank the results are copies.
+    first. Sums and gathers return new, C-contiguous arrays; in a group of one rank these are copies. Sums are added in
+    the order of the binary tree over the ranks' numbers, so they have the same bits on every rank and in every run.
 
     Parameters
     ----------

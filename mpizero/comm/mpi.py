@@ -673,7 +673,7 @@ class MpiSharedMemory(SharedMemory):
     Raises
     ------
     SharedMemoryError
-        On all ranks, if there is not enough memory; nothing stays allocated then.
+        On all ranks, if there is not enough memory or ranks pass different ``nbytes``; nothing stays allocated then.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str, waiting: Waiting) -> None:

@@ -77,8 +77,9 @@ def world() -> Communicator:
     ------
     ConfigError
         If MPI sees another number of processes than the launcher has started (the launcher belongs to another MPI
-        library), if the launcher has started several processes and MPI cannot be loaded, or if a program between the
-        launcher and this one has closed the connection to the launcher.
+        library), if the launcher has started several processes and MPI cannot be loaded, or if it is not clear whether
+        this process is a rank, for example because a program between the launcher and this one has closed the
+        connection to the launcher.
     """
     launch = Launch.of(os.environ)
     launcher = launch.name or "the launcher"

@@ -150,7 +150,8 @@ def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None =
     Raises
     ------
     DataError
-        If there are no samples, or samples that are no arrays of real numbers, or NaN among them.
+        If there are no samples, or samples that are no arrays of real numbers or have elements that are NaN or
+        infinite.
 
     Examples
     --------

@@ -77,7 +77,7 @@ class SampleForm:
     x_shape, y_shape : tuple of int
         Shapes without an axis of samples.
     x_dtype, y_dtype : str
-        NumPy's names of the dtypes.
+        The dtypes as NumPy's strings with byte order, such as "<f4".
     """
 
     x_shape: tuple[int, ...]

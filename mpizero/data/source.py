@@ -625,10 +625,7 @@ class TransformedSource(WrappedSource):
 
 
 def _pair(sample: Any, must: str, name: str) -> tuple[Any, Any]:
-    """Return one sample (x, y) with an axis of samples of length 1; raise DataError if it is no pair of arrays.
-
-    The message begins with ``must`` or ``name``, which name the object that has returned the sample.
-    """
+    """Return one sample (x, y) with an axis of samples of length 1; raise DataError if it is no pair of arrays."""
     if not isinstance(sample, tuple | list) or len(sample) != 2:
         what = f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
         raise DataError(f"{must} the pair (x, y), it returned {what}; either may be a tree of arrays: x, (y, mask)")

@@ -41,7 +41,7 @@ class MethodProgress:
     iterations, evaluations : int
         Numbers of iterations and of evaluations so far.
     loss, norm : float
-        Loss and largest magnitude of the gradient at the last iterate.
+        Loss and largest magnitude of the gradient (with bounds, of the projected gradient) at the last iterate.
     least_norm, stalls : float and int
         The smallest ``norm`` so far, and the number of iterates in a row, up to the last one, at which neither
         ``least_norm`` nor the loss became smaller.
