@@ -2,8 +2,8 @@
 
 :func:`agreed` and :func:`on_root` run a step of a save or load, which then succeeds or fails on all ranks alike.
 :func:`create_locked_folder` makes a hidden folder beside the target, :func:`fill_file` makes the state file in it, and
-:func:`commit` syncs it to disk and renames it. The lock on the hidden folder distinguishes a save in progress from the
-leftovers of a killed one, which :func:`remove_leftovers` removes.
+:func:`commit` adds the manifest, syncs the folder to disk and renames it to the target. The lock on the hidden folder
+distinguishes a save in progress from the leftovers of a killed one, which :func:`remove_leftovers` removes.
 
 :func:`store_directly` is the back end "direct": every rank writes its values into the HDF5 file by system calls,
 without HDF5. :func:`join_parts` combines the checksums of what the ranks have written into those of whole blocks.
@@ -194,7 +194,8 @@ DELETED = ".tmp-del-"
 class LockedFolder:
     """Describe a temporary folder that :func:`commit` renames to ``target``; its lock keeps other runs away.
 
-    ``path`` is the folder, ``lock`` its descriptor, and ``replace`` says whether ``target`` may be replaced.
+    ``path`` is the folder, ``lock`` the descriptor of the open, locked folder, and ``replace`` says whether ``target``
+    may be replaced.
     """
 
     target: str
@@ -317,7 +318,7 @@ def commit(folder: LockedFolder, manifest: bytes, state: int) -> None:
 
 
 def _give_name(folder: LockedFolder, written: Mapping[str, os.stat_result]) -> None:
-    """Rename the temporary folder to its target, check its files, and sync the parent folder; on an error undo this.
+    """Rename the temporary folder to its target, check its files, and sync the parent folder; on error rename back.
 
     ``written`` holds the ``os.fstat`` result of each file that was written, by file name.
     """
@@ -404,10 +405,10 @@ STEP_NAME = r"step_[0-9]{8,18}"
 def remove_leftovers(parent: str | os.PathLike[str], name: str = "") -> None:
     """Remove the hidden folders of the checkpoint ``name`` and of all steps that killed processes left in ``parent``.
 
-    No checkpoint is lost: if a killed save has hidden ``name`` and not replaced it yet, ``name`` is renamed back. The
-    folder of a save in progress is locked and stays. On some file systems locks are not visible on other hosts, so a
-    folder of another host stays for :data:`SPARED` seconds after the last change in it. If ``parent`` does not exist,
-    nothing is done. Not collective: rank 0 only.
+    No checkpoint is lost: if a killed save has renamed ``name`` to a hidden name and not replaced it yet, this function
+    renames it back. The folder of a save in progress is locked and stays. On some file systems locks are not visible on
+    other hosts, so a folder of another host stays for :data:`SPARED` seconds after the last change in it. If ``parent``
+    does not exist, nothing is done. Not collective: rank 0 only.
 
     Raises
     ------
@@ -490,7 +491,8 @@ def remove_folder(path: str) -> bool:
     Raises
     ------
     OSError
-        If the folder, or something in it, could not be removed. The next :func:`remove_leftovers` removes the rest.
+        If the folder, or something in it, could not be removed. If it was renamed, the next :func:`remove_leftovers`
+        removes the rest.
     """
     inject("save.prune")
     parent, name = os.path.split(path)

@@ -113,7 +113,7 @@ def library() -> Any:
 class Tensor:
     """Describe one tensor of a safetensors file.
 
-    ``code`` is the type code of the format, such as "BF16"; ``start`` is the first byte in the file.
+    ``code`` is the type code of the format, such as "BF16"; ``start`` is the index of the first byte in the file.
     """
 
     name: str
@@ -227,7 +227,10 @@ _CODE = {element: code for code, element in _TYPES.items()}
 def write_tensorfile(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write arrays, and the attributes as metadata; the new file has the bytes that ``safetensors`` would write."""
+    """Write arrays, and the attributes as metadata; the new file has the bytes that ``safetensors`` would write.
+
+    ``items`` describes the arrays (:class:`ExportedArray`); ``values(item)`` yields the values of one, piece by piece.
+    """
     entries: dict[str, Any] = {"__metadata__": {METADATA: canonical_json(dict(attributes), "attributes")}}
     if any(item.name in entries for item in items):
         raise ConfigError(
@@ -259,7 +262,10 @@ def write_tensorfile(
 def write_hdf5(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write each array as a contiguous dataset, and the attributes as JSON text in an attribute of the root group."""
+    """Write each array as a contiguous dataset, and the attributes as JSON text in an attribute of the root group.
+
+    ``items`` and ``values`` are as for :func:`write_tensorfile`.
+    """
     root_attributes = {"attributes": np.bytes_(canonical_json(dict(attributes), "attributes").encode())}
     skeleton = build({item.name: (item.shape, item.dtype) for item in items}, root_attributes=root_attributes)
     fill_file(path, skeleton)
@@ -371,8 +377,8 @@ def export(
     """Write arrays of an open checkpoint into one new file; return the descriptions of the written arrays.
 
     Not collective: one process opens the checkpoint. Values are verified before they are written. Only a few blocks are
-    in memory at a time. The array ``parameters/<name>`` is called ``<name>`` in the
-    file; other arrays keep their names.
+    in memory at a time. The array ``parameters/<name>`` is called ``<name>`` in the file; other arrays keep their
+    names.
 
     Parameters
     ----------
@@ -576,7 +582,8 @@ def write_imported(
     CheckpointError
         If the tensors are not the arrays of the model, or cannot be stored in a checkpoint.
     ConfigError
-        If a rule matches no tensor, values are too large for a type, or ``out`` exists and may not be replaced.
+        If a name in ``rules.names`` or a pattern in ``rules.transpose`` matches no tensor, values are too large for a
+        type, or ``out`` exists and may not be replaced.
     """
     check_free(os.fspath(out), replace)
     tensors: dict[str, Tensor] = {}
@@ -620,7 +627,7 @@ def adapt_attributes(
 
 
 def _check_rules(source: TensorFile, rules: ImportRules, tensors: Mapping[str, Tensor]) -> None:
-    """Raise :class:`ConfigError` if a rule matches no tensor, because the rule is then probably misspelt."""
+    """Raise :class:`ConfigError` if a name to map or a pattern to transpose, probably misspelt, matches no tensor."""
     for old, _ in rules.names:
         if not any(_wanted(old, name) for name in source.tensors):
             raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
@@ -697,7 +704,7 @@ class ParameterFile(ABC):
 
     @abstractmethod
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of each request, whose path is a parameter's name, with elements converted to their type.
+        """Fill the pieces of each request, whose path is a parameter's name, with elements of the pieces' type.
 
         Collective over the communicator with which the file was opened; a rank may request nothing. The contents of the
         pieces are undefined after an error.
@@ -711,7 +718,7 @@ class _CheckpointParameters(ParameterFile):
     reader: Reader
 
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of all requests from the checkpoint; other element types are read into new memory first."""
+        """Fill the pieces of all requests; values stored in another type are read into new memory, then converted."""
         stored = []
         for request in requests:
             shape, element = self.arrays[request.path]
@@ -729,7 +736,7 @@ class _CheckpointParameters(ParameterFile):
 
 @dataclass(frozen=True)
 class _FileParameters(ParameterFile):
-    """Read tensors of a memory-mapped safetensors file, or arrays of an ``.npz`` file, one in memory at a time."""
+    """Read tensors of a memory-mapped safetensors file, or, one at a time in memory, arrays of an ``.npz`` file."""
 
     file: TensorFile | NpzFile
 

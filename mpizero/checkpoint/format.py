@@ -164,7 +164,8 @@ def check_array(array: LocalArray, writable: bool = False) -> LocalArray:
 class WriteRanges:
     """Describe which ranges of elements of one array one rank writes, and the shape and type of the whole array.
 
-    ``ranges`` holds (start, stop) indices of the real numbers of the array flattened in C order.
+    ``ranges`` holds (start, stop) indices of real numbers of the array flattened in C order; a complex element counts
+    as two of them.
     """
 
     path: str

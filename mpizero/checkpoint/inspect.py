@@ -96,7 +96,7 @@ def blocks(reader: Reader, path: str, report: Report | None = None) -> Iterator[
 def convert(values: Array, source: str, target: str) -> Array:
     """Return 1-D values converted from the element type ``source`` to ``target``. Not collective.
 
-    Values are rounded to nearest even, and values that are too large become infinite.
+    Values are rounded to the nearest value of ``target``, ties to even; values that are too large become infinite.
     """
     if source == target:
         return values
@@ -118,7 +118,7 @@ def convert(values: Array, source: str, target: str) -> Array:
 
 
 def _rounded_to_odd(values: Array) -> Array:
-    """Convert float64 to float32, rounded to odd, so that rounding the result to bfloat16 rounds correctly."""
+    """Convert float64 to float32, rounded to odd: rounded again, to bfloat16, the result is as if rounded once."""
     narrow = values.astype(np.float32)
     wide, bits, finite = narrow.astype(np.float64), narrow.view(np.uint32), np.isfinite(narrow)
     bits -= (finite & (np.abs(wide) > np.abs(values))).astype(np.uint32)

@@ -29,7 +29,10 @@ from mpizero.types import Array
 def write(
     path: str, items: Sequence[Any], values: Callable[[Any], Iterator[Array]], attributes: Mapping[str, Any]
 ) -> None:
-    """Write arrays into a new file; ``attributes`` are not written, because the format cannot store them."""
+    """Write arrays into a new file; ``attributes`` are not written, because the format cannot store them.
+
+    The other arguments are as for :func:`mpizero.checkpoint.convert.write_tensorfile`.
+    """
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for item in items:
             _write_entry(archive, item.name, item.shape, item.dtype, values(item))

@@ -220,11 +220,12 @@ def agree_on_arrays(
 ) -> Agreement:
     """Check the arrays that this rank saves, and agree with all ranks on one table of arrays.
 
-    Collective over ``comm``. The ranks exchange messages once, or twice if some, but not all, of the ranks save the
-    same arrays as in their last save. A rank that saves the same arrays as in its last save calls ``again.start``
-    before the first exchange. If all ranks save the same arrays again, the result has the table of the last save. All
-    ranks raise the same error or none, including errors of ``again.start``. The message begins with ``prefix(where)``
-    of rank 0. Parent folders that rank 0 has made remain, even if the save fails.
+    Collective over ``comm``. If all ranks save the same arrays as in their last save, they exchange messages once, and
+    the result has the table of that save. Otherwise they exchange messages twice, or three times if some, but not all,
+    of the ranks save the same arrays again. A rank that saves the same arrays as in its last save calls ``again.start``
+    before the first exchange. All ranks raise the same error or none, including errors of ``again.start``. The message
+    of an error begins with ``prefix(where)`` of rank 0. Parent folders that rank 0 has made remain, even if the save
+    fails.
     """
     known = KnownLayout() if again is None else again.layout
     request, state = None, None

@@ -5,13 +5,13 @@ Such faults must be found before a rank waits in a collective that other ranks n
 :func:`all_ranks`, all ranks raise. :func:`agree_equal` and :func:`agree_arrays` compare settings and arrays; their
 errors name the first value, attribute or array that differs.
 
-[Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. The name of
-an operation and the source line of the user's call are recorded in the trace of the world communicator, like a
-collective. The first message of every operation has the same form: a hash of all calls that this rank has made so far,
-and up to three integers that the operation needs from every rank. Because of this common form, ranks that call
-different operations can exchange their messages. Such ranks then raise an error with the names and source lines of the
-operations, before shared memory is changed. A training step sends its sample counts in its first message, so the
-comparison of calls costs a step no further message.
+[Note: calls] A public collective call (``train``, ``evaluate``, ``save_model``, ``close``) is an operation. The trace
+of the world communicator records the name of each operation and the source line of the user's call, as it records the
+collectives of this communicator. The first message of every operation has the same form: a hash of all calls that this
+rank has made so far, and up to three integers that the operation needs from every rank. Because of this common form,
+ranks that call different operations can exchange their messages. Such ranks then raise an error with the names and
+source lines of the operations, before shared memory is changed. A training step sends its sample counts in its first
+message, so the comparison of calls costs a step no further message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Collective(Protocol):
     """Describe a class whose methods are decorated with :func:`collective` or :func:`recorded`."""
 
     def _callers(self) -> tuple[Communicator, str]:
-        """Return the communicator of the calling ranks, and a label that tells this object from others of its class.
+        """Return the communicator of the calling ranks, and a label that no other object of the same class has.
 
         Error messages show the label; the first object of each class has the label "".
         """
@@ -133,7 +133,7 @@ def collective(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C
 def recorded(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
     """Decorate a collective method that calls :func:`agree_on_call` itself: only record each call, send no message.
 
-    A call of the method that sends no message is compared in the first message of the next operation.
+    If a call of the method ends before :func:`agree_on_call`, the first message of the next operation compares it.
     """
     return _compared(record_call, method)
 
@@ -153,7 +153,8 @@ def all_ranks(comm: Communicator, tag: str = "all_ranks", *, first: bool = False
     Exception
         The block's own error, on the ranks that raised it.
     RemoteError
-        On the other ranks; names the ranks that failed, and the error of the lowest rank that failed by itself.
+        On the other ranks; names the ranks that failed, and one of their errors: that of the lowest rank whose error
+        is not a RemoteError (if all are, of the lowest rank).
     CollectiveMismatch
         On every rank, with ``first``, if the ranks have called different operations.
 
@@ -228,7 +229,7 @@ def agree_equal(comm: Communicator, make: Callable[[], Mapping[str, Any]], tag: 
     Raises
     ------
     ConfigError
-        If values differ; names the first value, attribute or element that differs, its values and their ranks.
+        If values differ; names the first value, attribute or element that differs, and what it is on which ranks.
     Exception
         The error of ``make``, on the ranks where it was raised; RemoteError on the others.
     """
@@ -300,7 +301,7 @@ class _Search:
 
 
 def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, Any]], first: int = 0) -> None:
-    """Raise on every rank if ranks pass different arrays. Must send the first message of a public operation.
+    """Raise on every rank if ranks pass different arrays; must be the first collective call of a public operation.
 
     Collective over ``comm``: 32 bytes a rank if the arrays are equal. One CRC32 of the names, dtypes, shapes and bytes
     of all arrays is compared. Because bytes are compared, NaN equals NaN, and 0.0 differs from -0.0.
@@ -322,7 +323,8 @@ def agree_arrays(comm: Communicator, what: str, give: Callable[[], Mapping[str, 
     CollectiveMismatch
         If the ranks have called different operations.
     ConfigError
-        If arrays differ; names the first rank and its first array that differ, and describes both arrays.
+        If arrays differ; names the lowest rank whose arrays differ and the first of these arrays, and describes the
+        array on this rank and on the rank with which it was compared.
     """
     error: Exception | None = None
     arrays: dict[str, Any] = {}

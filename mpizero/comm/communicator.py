@@ -45,9 +45,9 @@ class Counters:
     - ``allgather_object``, ``broadcast_object``: as ``allgatherv`` and ``broadcast``, for the pickled object;
     - barriers, splits and shared memory: 0.
 
-    Non-blocking calls count like blocking ones. ``bytes_sent`` is the sum, and ``messages`` is the number of calls that
-    sent data. ``bytes_by_tag`` and ``messages_by_tag`` hold the same numbers for each tag of collectives, and under
-    :data:`POINT_TO_POINT` for all point-to-point messages.
+    Non-blocking calls count like blocking ones. ``bytes_sent`` is the sum over all calls, and ``messages`` is the
+    number of calls that sent data. ``bytes_by_tag`` and ``messages_by_tag`` hold the same numbers for each tag of
+    collectives, and under :data:`POINT_TO_POINT` for all point-to-point messages.
 
     Examples
     --------
@@ -201,7 +201,7 @@ class Transport(ABC):
     def _count(self, operation: str, tag: str, primitive: Callable[..., T], *arguments: Any) -> T:
         """Count a collective in the trace without recording it, then run ``primitive(*arguments)``; return its result.
 
-        See [Note: counted calls].
+        See [Note: counted calls] in guard/call_trace.py.
         """
         return self._run(operation, tag, self.trace.count(), primitive, *arguments)
 
@@ -225,20 +225,21 @@ class Transport(ABC):
                 self.timeline.add(MESSAGE, CommunicatorCall(self.name, operation, tag, sequence), entered)
 
     def _failure(self, operation: str, tag: str, reason: object, array: object = None) -> CollectiveError:
-        """Return the error to raise when the message library has failed in a call; subclasses may find its cause."""
+        """Return the error to raise when the message library has failed in a call; subclasses may name a cause."""
         return self.error(operation, tag, reason, array)
 
     def mismatch_term(self) -> int:
-        """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
+        """Return this rank's number for the check of calls: if calls match, the sum of all ranks' numbers is 0.
 
-        Sends nothing, but all ranks must call it before the same collective. The number covers the calls of this
-        communicator and of communicators of subsets of its ranks, see [Note: one sum]. Communicators that compare every
-        call anyway return 0.
+        Sends nothing, but all ranks must call it between the same two collectives. The sum is taken modulo ``MODULUS``,
+        see [Note: one sum] in guard/call_trace.py. The number covers the calls of this communicator and of
+        communicators of subsets of its ranks. A communicator that compares the calls in every collective anyway
+        returns 0.
         """
         return 0
 
     def mismatch(self) -> CollectiveError:
-        """Return the error to raise when the sum of all ranks' :meth:`mismatch_term` is not 0.
+        """Return the error to raise when the sum of :meth:`mismatch_term` over the ranks is not 0.
 
         Collective over the communicator. The error names the first call that differs, if that is known.
         """
@@ -370,7 +371,7 @@ class Communicator(Transport):
         """Make what every rank wrote to ``shared`` before the call visible to every rank after it.
 
         Collective over the communicator that allocated ``shared``. With ``counted`` the trace only counts this call and
-        does not record it, which is faster; see [Note: counted calls].
+        does not record it, which is faster; see [Note: counted calls] in guard/call_trace.py.
         """
         if counted:
             self._count("node_barrier", tag, self._node_barrier, shared)
@@ -422,7 +423,7 @@ class Communicator(Transport):
         return self._call(call, self._iallgatherv, send, recv, counts)
 
     def igather_spans(self, send: Array, recv: Array, spans: Sequence[Span], tag: str = "") -> Request:
-        """Start to gather ``send`` of every rank into ``recv`` of every rank: rank i's into the elements ``spans[i]``.
+        """Start an all-gather: ``send`` of rank i is received in the elements ``spans[i]`` of ``recv`` of every rank.
 
         Collective over the communicator; ``spans`` is the same on every rank, and no two spans overlap. ``send`` may be
         a view of this rank's span of ``recv``; otherwise this call copies ``send`` to that span. Neither array may be
@@ -462,7 +463,7 @@ class Communicator(Transport):
         return self._call(call, self._ialltoallv, send, recv, send_counts, recv_counts)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> None:
-        """Sum ``send`` over the ranks, in an order that MPI chooses, and write this rank's block of it to ``recv``.
+        """Sum ``send`` over the ranks, in an order that MPI chooses; write this rank's block of the sum to ``recv``.
 
         Collective over the communicator. The sum is cut into one block for each rank, of ``counts[i]`` elements for
         rank i; ``counts`` is the same on every rank.
@@ -568,8 +569,8 @@ class Communicator(Transport):
         Raises
         ------
         SharedMemoryError
-            On all ranks: if ``shares_memory`` is false, or there is too little memory. In that case nothing stays
-            allocated.
+            On all ranks: if ``shares_memory`` is false, there is too little memory, or ranks pass different ``nbytes``.
+            Nothing stays allocated then.
         """
         if not self.shares_memory:
             raise SharedMemoryError(

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class ProcessGrid(NodeOrder):
     """Hold the communicators of all groups that this rank belongs to.
 
-    Groups with the same ranks use one communicator, because MPICH has room for only about 2000 communicators. All
-    groups that contain this rank alone use one InMemoryCommunicator instead of an MPI communicator.
+    Of the groups ``data`` to ``model`` below, those with the same ranks use one communicator, because MPICH has room
+    for only about 2000 communicators. All groups that contain this rank alone use one InMemoryCommunicator instead of
+    an MPI communicator, except ``data``, ``batch`` and ``node`` in a job of one rank.
 
     Attributes
     ----------
@@ -59,9 +60,9 @@ class ProcessGrid(NodeOrder):
     inter_node : Communicator
         The ranks of ``data`` with the same number inside their nodes, one per node, in the order of ``nodes``.
     gradients : Communicator
-        The ranks of ``inter_node`` again, for sums of gradients, whose exchanges begin while ranks compute. Parameters
-        are gathered over the other communicators, so the order of the two kinds of messages may differ from rank to
-        rank.
+        A second communicator of the ranks of ``inter_node``, for sums of gradients. Their exchanges begin while ranks
+        still compute, so the order of these messages and those that gather parameters may differ from rank to rank.
+        That is allowed, because parameters are gathered over the other communicators.
     shard_group : Communicator
         The ranks of ``inter_node`` in this rank's group of nodes, over which ZeRO-3 shards and gathers parameters.
     replicas : Communicator
@@ -71,6 +72,8 @@ class ProcessGrid(NodeOrder):
     position : tuple of int
         For every rank of ``data``, its number when the ranks are counted node by node. Grains (fixed slices of the
         global batch) are assigned in this order.
+    shard_groups : tuple of tuple of int
+        For every group of nodes over which parameters are sharded, its nodes, as indices into ``nodes``.
     is_open : bool
         Whether :meth:`close` has not been called.
 
@@ -128,7 +131,8 @@ class ProcessGrid(NodeOrder):
         ------
         GridError
             If ``ranks_per_node`` is not a positive integer, the product of the sizes of ``axes`` is not the size of
-            ``world``, or ``shard_nodes`` does not divide the nodes into groups of equally many ranks.
+            ``world``, ``shard_nodes`` does not divide the number of nodes of a data group, or the groups of nodes have
+            different numbers of ranks.
         """
         if ranks_per_node is not None and (not isinstance(ranks_per_node, int) or ranks_per_node < 1):
             raise GridError(f"ranks_per_node must be a positive integer or None, got {ranks_per_node!r}")
@@ -269,7 +273,7 @@ def group_buffers(grid: ProcessGrid) -> dict[str, int]:
 def _tell_better_orders(axes: Axes, hosts: Sequence[int]) -> None:
     """Print a notice for each kind of group that is on several nodes, if another order of the axes avoids that.
 
-    ``hosts`` has the node of every rank.
+    ``hosts`` holds, for every rank, the lowest rank on its node.
     """
     for name in WINDOW_GROUPS:
         if order := order_inside_nodes(axes, name, hosts):
@@ -291,9 +295,10 @@ def _hosts(world: Communicator, host: Communicator) -> tuple[int, ...]:
 def _divide(
     inter_node: Communicator, sharing: Sequence[Sequence[int]], alone: Communicator
 ) -> tuple[Communicator, Communicator]:
-    """Return the communicators ``shard_group`` and ``replicas`` of a rank of ``inter_node``. Collective over it.
+    """Return the communicators ``shard_group`` and ``replicas`` of this rank. Collective over ``inter_node``.
 
-    ``sharing`` holds the ranks of ``inter_node`` in every group; ``alone`` is a communicator of this rank alone.
+    ``sharing`` holds, for each group of nodes, the ranks of ``inter_node`` that are on these nodes; ``alone`` is a
+    communicator of this rank alone.
     """
     if len(sharing) == 1:
         return inter_node, alone
@@ -309,10 +314,10 @@ def _split(
 ) -> dict[str, Communicator]:
     """Return the communicators of all groups by name; groups of the same ranks get the same communicator.
 
-    Collective over ``world``. ``host`` is the communicator of this rank's node, or None; ``hosts`` is the lowest rank
-    on the node of every rank. ``axes`` and ``hosts`` alone decide which groups have the same ranks, and which groups
-    lie within nodes. These two arguments are the same on all ranks, so all ranks split the same communicators. A group
-    that contains only this rank gets the communicator ``alone``.
+    Collective over ``world``. ``host`` is the communicator of this rank's node, or None if ranks share no memory;
+    ``hosts`` holds, for every rank, the lowest rank on its node. ``axes`` and ``hosts`` alone decide which groups have
+    the same ranks, and which groups lie within nodes. These two arguments are the same on all ranks, so all ranks split
+    the same communicators. A group that contains only this rank gets the communicator ``alone``.
     """
     if host is not None and world.rank == 0:
         _tell_better_orders(axes, hosts)

@@ -50,8 +50,8 @@ class CommunicatorGroup:
     """Sum, gather and shift arrays over the ranks of a communicator; implements :class:`mpizero.types.Group`.
 
     All ranks pass arrays of the same dtype and of shapes that fit together. An array that is not C-contiguous is copied
-    first. Results are new, C-contiguous arrays. Sums are added in the order of the binary tree over the ranks' numbers,
-    so they have the same bits on every rank and in every run. In a group of one rank the results are copies.
+    first. Sums and gathers return new, C-contiguous arrays; in a group of one rank these are copies. Sums are added in
+    the order of the binary tree over the ranks' numbers, so they have the same bits on every rank and in every run.
 
     Parameters
     ----------
@@ -162,9 +162,9 @@ class CommunicatorGroup:
     def all_to_all(self, parts: Sequence[Array], counts: Array, tag: str = "") -> list[Array]:
         """Send the flat array ``parts[r]`` to rank r; return what each rank has sent to this one.
 
-        Collective over the group. All arrays have the same dtype. ``counts[s, r]``, integers that all ranks give alike,
-        is the number of elements that rank s sends to rank r. This rank's own part is not sent, and not copied.
-        The arrays are valid until the next call.
+        Collective over the group. All arrays have the same dtype. The integer ``counts[s, r]`` is the number of
+        elements that rank s sends to rank r; all ranks pass the same ``counts``. This rank's own part is not sent, and
+        not copied. The returned arrays are valid until the next call.
         """
         for part in parts:
             self._check("all_to_all", part, tag)
@@ -205,7 +205,7 @@ class CommunicatorGroup:
             return self._transport.reduce(contiguous(x).reshape(-1), operation, tag).reshape(x.shape)
 
     def _timed(self, kind: str, tag: str) -> AbstractContextManager[object]:
-        """Return a context manager that records the time of a call, with its copies and sums, while tracing is on."""
+        """Return a context manager that records the time of a call, including copies and sums, while tracing is on."""
         timeline = self.comm.timeline
         return nullcontext() if timeline is None else timeline.span("layers' messages", f"{kind} {tag!r}")
 
@@ -264,7 +264,7 @@ class GroupShift:
 
 
 class GpuAwareGroup(CommunicatorGroup):
-    """Sum, gather and shift GPU arrays by passing them to MPI directly; see [Note: direct messages].
+    """Sum, gather and shift GPU arrays by passing them to MPI directly; see [Note: direct messages] in comm/p2p.py.
 
     Parameters
     ----------
@@ -333,9 +333,10 @@ class GroupTransport(Protocol):
         """Concatenate ``x`` of all ranks, of shape (outer, sizes[rank], inner), along axis 1 into a new array."""
 
     def exchange(self, parts: Sequence[Array], counts: Sequence[tuple[int, ...]], tag: str) -> list[Array]:
-        """Send the flat array ``parts[r]`` to rank r; return what each rank has sent, until the next call.
+        """Send the flat array ``parts[r]`` to rank r; return what each rank has sent to this one.
 
-        ``counts[s][r]`` is the number of elements that rank s sends to rank r, 0 for s = r.
+        ``counts[s][r]`` is the number of elements that rank s sends to rank r, 0 for s = r. The returned arrays are
+        valid until the next call.
         """
 
     def close(self) -> None:
@@ -446,7 +447,7 @@ class MessageGroup:
         return pairs
 
     def _buffer(self, name: str, size: int, dtype: Any) -> Array:
-        """Return a message buffer of that size and dtype; calls with the same name return the same memory."""
+        """Return a message buffer of ``size`` elements; calls with the same ``name`` return the same memory."""
         nbytes = size * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.nbytes < nbytes:
@@ -461,7 +462,8 @@ FIRST_HALF = 1 << 16
 #: With at least so many ranks and bytes, each rank sums one part and then copies the whole sum, which needs a second
 #: barrier. Below, every rank sums the whole array for itself.
 SHARED_SUM_RANKS, SHARED_SUM_BYTES = 4, 1 << 18
-#: Number of different calls, of an operation with a dtype and shapes, whose views of the window and numbers are cached.
+#: Number of different calls (combinations of operation, dtype and shapes) for which the views of the window and the
+#: number of the call are cached.
 _REMEMBERED = 512
 
 
@@ -557,7 +559,7 @@ class WindowGroup:
     def exchange(self, parts: Sequence[Array], counts: Sequence[tuple[int, ...]], tag: str) -> list[Array]:
         """Give ``parts[r]`` to rank r, see :meth:`GroupTransport.exchange`. Collective over the group.
 
-        Each rank writes its parts one after the other, and is given views of what the others have written.
+        Each rank writes its parts to the window, one after the other; the results are views of the window.
         """
         dtype, most = parts[0].dtype, max(map(sum, counts))
         call = ("all_to_all", dtype.char, counts)

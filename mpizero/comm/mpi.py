@@ -133,9 +133,10 @@ class MpiCommunicator(Communicator):
     # ------------------------------------------------------------------ comparison of calls
 
     def mismatch_term(self) -> int:
-        """Return this rank's number for the check of calls: its sum over ranks is 0 mod ``MODULUS`` if calls match.
+        """Return this rank's number for the check of calls: if calls match, the sum of all ranks' numbers is 0.
 
-        Sends nothing, but all ranks must call it before the same collective. See [Note: one sum].
+        Sends nothing, but all ranks must call it between the same two collectives. The sum is taken modulo ``MODULUS``,
+        see [Note: one sum] in guard/call_trace.py.
         """
         return guard.current().register.mismatch_term(self.trace)
 
@@ -159,7 +160,7 @@ class MpiCommunicator(Communicator):
         return super()._count(operation, tag, primitive, *arguments)
 
     def _verified(self, verifier: CallVerifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Compare the calls of all ranks, then run ``primitive``; start a non-blocking one during the comparison."""
+        """Compare the calls of all ranks, then run ``primitive``; if it is non-blocking, start it meanwhile."""
         verification, operation = verifier.start(), self.trace.operation
         if operation.startswith("i"):
             return VerifiedRequest(self, verification, primitive(*arguments))
@@ -338,7 +339,7 @@ class MpiCommunicator(Communicator):
         self._comm = cast("MPI.Intracomm", MPI.COMM_NULL)
 
     def abort(self, error: BaseException | None = None) -> None:
-        """End every rank of the job with the exit status of ``error``; with ``guest`` only raise it. Not collective."""
+        """End all ranks of the job with the exit status of ``error``; with ``guest`` only raise it. Not collective."""
         if self._guest:
             raise error or PeerFailure(f"{self.name!r} was given up on rank {self.rank}")
         if error is not None:
@@ -401,7 +402,7 @@ class MpiCommunicator(Communicator):
         return rest if begun is None else [*rest, begun]
 
     def _without_own(self, send: _Blocks, recv: _Blocks) -> tuple[_Blocks, _Blocks]:
-        """Copy the block that this rank sends to itself, and return the blocks with 0 as its length."""
+        """Copy the block that this rank sends to itself; return ``send`` and ``recv`` with 0 as this block's length."""
         (values, send_counts, send_starts), (target, recv_counts, recv_starts) = send, recv
         if count := send_counts[self.rank]:
             start, to = send_starts[self.rank], recv_starts[self.rank]
@@ -672,7 +673,7 @@ class MpiSharedMemory(SharedMemory):
     Raises
     ------
     SharedMemoryError
-        On all ranks, if there is not enough memory; nothing stays allocated then.
+        On all ranks, if there is not enough memory or ranks pass different ``nbytes``; nothing stays allocated then.
     """
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, name: str, waiting: Waiting) -> None:
@@ -822,7 +823,10 @@ class PendingComparison:
         self._compare()
 
     def test(self) -> bool:
-        """Tell whether the comparison has ended; raise like :meth:`wait` if hashes differ. Not collective."""
+        """Tell whether the comparison has ended; raise like :meth:`wait` if hashes differ.
+
+        Not collective, unless hashes differ: then this call waits until all ranks have called it or :meth:`wait`.
+        """
         arrived = self._request.Test()
         if arrived:
             self._compare()

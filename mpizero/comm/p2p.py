@@ -454,7 +454,7 @@ class HostStagedGroup(_LayerGroup):
 
 
 class _DeviceShift:
-    """Wait for the arrays of a shift through host memory, and copy them to ``device`` if that is not None."""
+    """Wait for the arrays of a shift through host memory, and copy them to ``device`` unless it is None."""
 
     def __init__(self, request: ShiftRequest, device: Device | None) -> None:
         self._request, self._device = request, device

@@ -76,13 +76,17 @@ def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
     counts : sequence of int
         Number of partial sums that each group sends.
     elements : int or None
-        Number of elements of a bucket; None is :data:`EXCHANGE_ELEMENTS`.
+        Number of elements of a bucket: the most that a message buffer of one segment holds; None is
+        :data:`EXCHANGE_ELEMENTS`.
     """
     return max(1, bucket_size(elements) // max(1, sum(counts), max(counts) * len(counts)))
 
 
 def gather_step(ranks: int, elements: int | None = None) -> int:
-    """Return how many elements each of ``ranks`` ranks sends in one segment of a gather. Not collective."""
+    """Return how many elements each of ``ranks`` ranks sends in one segment of a gather, for ``elements`` in total.
+
+    Not collective. None stands for :data:`EXCHANGE_ELEMENTS`.
+    """
     return max(1, bucket_size(elements) // ranks)
 
 
@@ -91,13 +95,13 @@ class RowsToSum(NamedTuple):
 
     Attributes
     ----------
-    values : array, shape (rows of the group, stride)
+    values : array, shape (rows of the group, elements of a row)
         The rows of this rank's group (its node, or this rank alone); each row is one copy of the whole gradient vector.
     ranges : sequence over ranks of sequences of Span
         The ranges of elements that each peer owns.
     programs : sequence over groups of sequences of program
-        For each group, the tree programs of the partial sums that it sends, one program for each; a program names the
-        rows of its own group by their indices.
+        For each group, the tree programs of the partial sums that it sends, one program for each sum. A tree program
+        (layout/sum_tree.py) tells which rows are added in which order; it refers to rows by their indices in the group.
     tag : str
         Name of the messages in counters and reports.
     residuals : sequence over ranks of 1-D float32 arrays
@@ -146,16 +150,17 @@ class ExactExchange:
     comm : Communicator
         The inter-node group: the ranks with this rank's number in their groups, in the order of their groups.
     codec : Codec or None
-        Compresses float32 partial sums for other ranks, but for those of :attr:`RowsToSum.exact`. The receiver
-        decompresses them and adds in float32; partial sums that stay on their rank are not compressed. With a codec the
-        result depends on the number of ranks, unless sums are rounded.
+        Compresses float32 partial sums for other ranks, except those of the elements in :attr:`RowsToSum.exact`. The
+        receiver decompresses them and adds in float32; partial sums that stay on their rank are not compressed. With a
+        codec the result depends on the number of ranks, unless sums are rounded.
     scratch : Scratch
         Provides the buffers: at most ``2 * elements`` elements for each of the :data:`IN_FLIGHT` segments, and with a
         codec as many compressed ones.
     elements : int or None
         Number of elements of one segment, the same on every rank; None is :data:`EXCHANGE_ELEMENTS`.
     rounded : bool
-        Whether sums are rounded to bfloat16, but for the elements :attr:`RowsToSum.exact`; see [Note: rounded sums].
+        Whether sums are rounded to bfloat16, except those of the elements in :attr:`RowsToSum.exact`.
+        See [Note: rounded sums].
     """
 
     def __init__(
@@ -205,17 +210,20 @@ class ExactExchange:
     def forms(
         self, owned: Sequence[Sequence[SpanPosition]], exact: Sequence[Span]
     ) -> list[tuple[Codec | None, Sequence[Sequence[SpanPosition]]]]:
-        """Return the elements that each rank owns, by the codec that compresses them: see :func:`in_forms`."""
+        """Return the elements that each rank owns, grouped by the codec that compresses them: see :func:`in_forms`."""
         return [(None, owned)] if self.codec is None else [*in_forms(self.codec, owned, exact)]
 
     def programs(self, programs: Sequence[Program], form: Codec | None) -> list[Array]:
-        """Return tree programs as arrays, for elements that the codec ``form`` compresses. Not collective."""
+        """Return tree programs as arrays, for elements with the codec ``form`` (None: elements without compression).
+
+        Not collective. If ``rounded`` is set, the arrays for elements with a codec round the sums.
+        """
         return [program_array(program, rounded=self.rounded and form is not None) for program in programs]
 
     def both_programs(self, program: Program) -> tuple[Array, Array]:
-        """Return a tree program for elements whose sums are not rounded, and for those whose sums are.
+        """Return a tree program as two arrays: for elements whose sums are not rounded, and for all other elements.
 
-        Not collective.
+        Not collective. Without ``rounded`` both arrays are the same.
         """
         exact = program_array(program)
         return exact, program_array(program, rounded=True) if self.rounded else exact
@@ -294,7 +302,10 @@ class ExactExchange:
         return Arriving(request, unpack, segment.windows[me], rounded=self.rounded)
 
     def _in_place(self, rows: RowsToSum) -> Iterator[RowRange]:
-        """Yield a :class:`RowRange` for each range that this rank owns, if there is one node and nothing is sent."""
+        """Yield the rows of all elements that this rank owns, if there is one group, so that nothing is sent.
+
+        A range of elements of which some sums are rounded and some are not gives several :class:`RowRange` objects.
+        """
         for position, span in span_positions(rows.ranges[0]):
             for part, exact in span.split(rows.exact) if self.rounded else [(span, True)]:
                 at = position + part.start - span.start
@@ -378,10 +389,10 @@ class Arriving:
 
 
 def keep_testing(test: Callable[[], bool]) -> bool:
-    """Call ``test``, which lets MPI make progress, as long as MPI has data to move; return what it has returned last.
+    """Call ``test``, which lets MPI make progress, while MPI has data to move; return the last value of ``test``.
 
-    Not collective. A test moves as much as the network takes without waiting. While a test has taken so long that it
-    must have moved something, there may be more.
+    Not collective. One call moves only as much data as the network takes without waiting. If a call has taken so long
+    that it must have moved data, more data may wait, and ``test`` is called again, for 2 ms at most.
     """
     limit = perf_counter() + _TESTING
     while True:
@@ -398,10 +409,11 @@ class SegmentQueue:
     A segment begins when there is room for it, so all ranks begin the same segments in the same order, but not at the
     same time. No other collective may use the communicator of ``exchange`` until the queue is empty.
 
-    [Note: what has begun] A segment arrives when the peers have begun it, too, and a rank that waits in another call
-    begins none. A rank that waits in :meth:`begin` or :meth:`finish` is further in the step than a peer that waits
-    elsewhere. Whatever that peer, or another rank of its node, waits for there has begun on all ranks of this node,
-    because they have passed the node's barrier after it. So the peer goes on.
+    [Note: what has begun] A rank can wait in :meth:`begin` or :meth:`finish` without a deadlock, although a segment
+    arrives only when the peers have begun it, too, and a peer that waits in another call begins no segment. The reason:
+    this rank is then further in the step than that peer. All ranks of its node have begun the operation for which the
+    peer, or another rank of the peer's node, waits, because they have passed the barrier of their node that follows the
+    operation. So the operation ends, and the peer goes on.
 
     Parameters
     ----------
@@ -421,13 +433,14 @@ class SegmentQueue:
     def add(self, segments: Iterable[Segment], take: Take) -> None:
         """Exchange more segments, and call ``take`` for each with the rows that this rank has to add.
 
-        Their rows must not be overwritten before :meth:`begin` has returned. Collective over the exchange's ranks.
+        The rows of the segments must not be overwritten before :meth:`begin` has returned. Collective over the ranks of
+        the exchange.
         """
         self._waiting.extend((segment, take) for segment in segments)
         self._fill()
 
     def begin(self) -> None:
-        """Wait until the messages of all segments have begun: until their rows have been read. Not collective."""
+        """Wait until all segments have begun, so that the rows of all segments have been read. Not collective."""
         while self._waiting:
             self._take()
             self._fill()
@@ -498,7 +511,10 @@ def in_forms(
 
 
 def cut_positions(positions: Sequence[SpanPosition], low: int, high: int) -> list[SpanPosition]:
-    """Return the elements ``low:high`` of the concatenation of ``positions``, as positions. Not collective."""
+    """Return the elements ``low:high`` of the concatenation of all spans in ``positions``, in the same form.
+
+    Not collective.
+    """
     parts, passed = [], 0
     for position, span in positions:
         start, stop = max(low, passed), min(high, passed + span.size)
@@ -641,7 +657,8 @@ def widen_in_place(values: Array) -> None:
 def pieces_of(spans: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
     """Cut the spans that ranks own into pieces that are gathered one by one, with a part of each rank's span in each.
 
-    Not collective. A long message moves in few parts while ranks compute; several shorter ones move together.
+    Not collective. Several shorter messages are gathered faster than a long one: while a rank computes, MPI moves only
+    a few parts of each message.
     """
     step = gather_step(len(spans))
     for low in range(0, max(span.size for span in spans), step):
@@ -889,7 +906,7 @@ class TopK(Codec):
     ----------
     fraction : float
         The fraction of the values that is sent, rounded up to a whole number of values. ``fraction`` must be less than
-        1/2: with a larger one, the values and their indices take more bytes than all values without indices.
+        1/2: otherwise the values and their indices take at least as many bytes as all values without indices.
     """
 
     fraction: float

@@ -77,8 +77,9 @@ def world() -> Communicator:
     ------
     ConfigError
         If MPI sees another number of processes than the launcher has started (the launcher belongs to another MPI
-        library), if the launcher has started several processes and MPI cannot be loaded, or if a program between the
-        launcher and this one has closed the connection to the launcher.
+        library), if the launcher has started several processes and MPI cannot be loaded, or if it is not clear whether
+        this process is a rank, for example because a program between the launcher and this one has closed the
+        connection to the launcher.
     """
     launch = Launch.of(os.environ)
     launcher = launch.name or "the launcher"
@@ -141,10 +142,10 @@ def default_world() -> Any:
 
 
 def _works_alone(launch: Launch, hint: str) -> bool:
-    """Tell whether this process is a program that a rank has started, see [Note: programs of a rank]; warn if so.
+    """Tell whether this process is a program that a rank has started; warn if so, unless the job has one process.
 
-    Raises ConfigError with ``hint`` if this process may be a rank that a wrapper has cut off from the launcher: then
-    all ranks would work alone, each as if it were the whole job.
+    See [Note: programs of a rank] in _util/launch.py. Raises ConfigError with ``hint`` if this process may be a rank
+    that a wrapper has cut off from the launcher: then all ranks would work alone, each as if it were the whole job.
     """
     if text := unclear(os.environ):
         raise ConfigError(f"{text}; {hint}")
@@ -297,7 +298,7 @@ def agree_to_start(comm: Communicator, plans: Callable[[], Mapping[str, Any]]) -
     Raises
     ------
     ConfigError
-        If ranks differ; names the first version, setting or parameter that differs, its values and their ranks.
+        If ranks differ; names the first version, setting or parameter that differs, and what it is on which ranks.
     """
     agree_equal(comm, lambda: {"the software": _software(), **plans()}, "agree to start")
 
@@ -371,7 +372,7 @@ def _memory_groups(proc: Path) -> Iterator[tuple[int, Path, str]]:
 
 
 def _of_slurm(proc: Path, environment: Mapping[str, str]) -> Iterator[int]:
-    """Yield the bytes left of the job's Slurm memory on this node, if its ranks on the node use equal amounts.
+    """Yield the bytes left of the job's Slurm memory on this node, as if its ranks there used equal amounts.
 
     Slurm may enforce this limit by polling alone, without a control group.
     """

@@ -136,7 +136,10 @@ class InMemoryCommunicator(Communicator):
     # ------------------------------------------------------------------ failures
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Make every thread of the job raise PeerFailure, caused by ``error``, in its next call. Not collective."""
+        """Make all threads of the job raise PeerFailure, caused by ``error``, in their present or next calls.
+
+        Not collective.
+        """
         self._group.job.fail(self._member, error if error is not None else RuntimeError("abort() was called"))
 
     def leave(self) -> None:
@@ -347,9 +350,10 @@ class _Group:
 
 
 class _ThreadRequest(Request):
-    """Represent a non-blocking operation, complete when ``arrival`` is; then ``finish`` is called once.
+    """Represent a non-blocking operation, which is complete when ``arrival`` is complete.
 
-    The operation is complete from the start if ``arrival`` is None.
+    The first :meth:`wait` or :meth:`test` after that calls ``finish``. The operation is complete from the start, and
+    ``finish`` is not called, if ``arrival`` is None.
     """
 
     __slots__ = ("_arrival", "_communicator", "_finish", "_operation", "_sequence", "_tag")
@@ -475,7 +479,7 @@ class ThreadJob:
                 self._wake(waiter)
 
     def leave(self, member: int) -> None:
-        """Store that a member makes no more calls; wake the threads that wait for it, and one if all others wait."""
+        """Store that a member makes no more calls; wake the threads that wait for it, or one if all others wait."""
         with self.lock:
             self.gone.add(member)
             waiting = tuple(self._waiting)

@@ -233,7 +233,8 @@ class Batches:
         return x, y
 
 
-#: The number of updates at the begin of each iteration by which a model was trained, by source.
+#: For each source, the iterations over its batches by which a model was trained (start, global batch, seed, model), and
+#: the number of updates of the model before each of these.
 _TRAINED: weakref.WeakKeyDictionary[Source, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -349,9 +350,9 @@ def batches(
         The data, the same on every rank. Samples of an OnlineSource are used once, in the order of ``docs/online.md``:
         ``seed`` has no effect, and the iteration is collective.
     ranks : sharded model, Mesh or ShardingConfig
-        The ranks. With a DDP or ZeRO-1 model, each rank gets the samples of the grains that it computes. Otherwise
-        ``train`` may send samples to the ranks that compute them, with the same results: a mesh does not know a
-        model's grain (``docs/concepts.md``).
+        The ranks. With a DDP or ZeRO-1 model, each rank gets the samples of the grains that it computes. With another
+        model, or a mesh, which does not know the size of a model's grains (``docs/concepts.md``), ``train`` may send
+        samples to the ranks that compute them; the results are the same.
     global_batch : int
         Number of samples of one training step, over all ranks.
     seed : int
@@ -362,7 +363,8 @@ def batches(
         Number of samples already used, over all ranks: the attribute ``consumed`` of an earlier iterator.
     group : Communicator or None
         The ranks among which a global batch is divided: the ``batch_group`` of a model. None means that of the model
-        given as ``ranks``, or all ranks of the mesh.
+        given as ``ranks``, or all ranks of the mesh; if the mesh has a domain, those ranks that hold the same part of
+        the fields as this rank.
     prefetch : int
         Number of this rank's batches that a background thread, which sends no message, reads ahead; ``source`` must
         allow reading in a thread. An error in the thread is raised when its batch is requested, and ends the thread.
@@ -372,7 +374,7 @@ def batches(
     ConfigError
         If ``global_batch``, ``seed``, ``steps``, ``consumed`` or ``prefetch`` is out of range.
     DataError
-        If ``source`` is no :class:`Source`, or has no samples.
+        If ``source`` is neither a :class:`Source` nor an :class:`OnlineSource`, or is a source without samples.
     MpizeroError
         If ranks have different data or arguments.
 
@@ -439,7 +441,7 @@ def ranks_of(ranks: Any, group: Communicator | None) -> tuple[Communicator, Comm
 
 
 def slab_of(ranks: Any) -> Slab:
-    """Return the part of fields that this rank of a sharded model or a mesh gets: all without a domain."""
+    """Return the part of fields that this rank of a sharded model or a mesh gets: without a domain, whole fields."""
     mesh = getattr(ranks, "mesh", ranks)
     domain = getattr(mesh, "domain", None)
     return Slab(Cut(domain), mesh.axes.coordinates(mesh.rank).context) if domain else WHOLE

@@ -145,7 +145,7 @@ class CachedSource(WrappedSource):
 
     @property
     def block_samples(self) -> int:
-        """Number of samples that must be read together: 1 if the node has a copy, else the source's number."""
+        """Number of samples that must be read together: 1 if the node has a copy, else ``source.block_samples``."""
         return 1 if self._window is not None else self.source.block_samples
 
     def describe(self) -> dict[str, Any]:
@@ -189,8 +189,8 @@ def cached(source: Source, ranks: Ranks | RankedModel, limit: int | None = None)
     ranks : sharded model, Mesh or ShardingConfig
         The ranks.
     limit : int or None
-        Largest number of bytes of a node's copy. None means the free shared memory, but no more than half of the memory
-        that the node has available.
+        Largest number of bytes of a node's copy; None sets no limit. In both cases the copy must fit into the free
+        shared memory, and into half of the available memory.
 
     Raises
     ------
@@ -224,9 +224,9 @@ class BlockShuffledSource(WrappedSource):
     """Provide another source's samples, to be shuffled by blocks in batches; a rank holds a few blocks in memory.
 
     In each epoch the blocks of neighbouring samples come in a random order, and the samples of ``blocks`` successive
-    blocks are shuffled together. The order does not depend on the ranks, but on ``blocks`` and ``block``. A rank that
-    needs a sample of a block reads the whole block and holds the last ``blocks`` blocks that it used; so it reads, and
-    decompresses, each block about once an epoch.
+    blocks are shuffled together. The order is the same on any ranks; it changes with ``blocks`` and ``block``. A rank
+    that needs a sample of a block reads the whole block and holds the last ``blocks`` blocks that it used; so it reads,
+    and decompresses, each block about once an epoch.
 
     Neighbouring samples of ``source`` remain near each other in the order of an epoch. :meth:`split` takes the last
     samples for validation.
@@ -282,7 +282,7 @@ class BlockShuffledSource(WrappedSource):
         return 1
 
     def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
-        """Return the indices at positions ``start:stop`` of :func:`block_order`."""
+        """Return the indices at positions ``start:stop`` of the order that :func:`block_order` defines."""
         return block_order(start, stop, length, seed, block=self.block, blocks=self.blocks)
 
     def read(self, indices: Indices) -> tuple[Any, Any]:
@@ -330,8 +330,8 @@ def block_order(start: int, stop: int, length: int, seed: int, *, block: int, bl
     Positions ``e * length`` to ``(e + 1) * length - 1`` are epoch e. In each epoch the blocks of ``block`` neighbouring
     samples, of which the last may be short, are put in a random order, and then the samples of each ``blocks``
     successive blocks of that order are shuffled together. So every sample occurs exactly once in each epoch. The index
-    at a position depends on the position and the last four arguments alone. The function allocates no array of
-    ``length`` elements. Not collective.
+    at a position depends on the position, ``length``, ``seed``, ``block`` and ``blocks`` alone. The function allocates
+    no array of ``length`` elements. Not collective.
     """
     order = np.arange(start, stop, dtype=np.int64)
     for epoch, part in epochs(start, stop, length):
@@ -348,9 +348,9 @@ _PURPOSE = 0xB10C
 def _permute(positions: Indices, length: int, key: int, block: int, blocks: int) -> None:
     """Replace successive positions in an epoch by the indices of their samples, in place.
 
-    [Note: the last block] The last block is the only one that may be short. It gets a random number in the order of
-    blocks, and the others get the remaining numbers. If the ``gap`` samples that it lacks are counted, too, all blocks
-    have equal sizes; so a division gives the block of a position, without a search.
+    [Note: the last block] The last block is the only one that may be short. It gets a random place in the order of
+    blocks, and the other blocks get the remaining places. If the ``gap`` samples that the last block lacks are counted,
+    too, all blocks have equal sizes; so a division gives the place of a position's block, without a search.
     """
     count = -(-length // block)
     gap = count * block - length

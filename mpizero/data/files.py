@@ -412,9 +412,10 @@ class FileSource(Source):
 
     @abstractmethod
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a file; return the arrays of ``names`` by name, each with the ``chunk`` of a :class:`FileArray`.
+        """Open a file; return the requested arrays by name, each with the ``chunk`` of a :class:`FileArray`.
 
-        An array has a shape and a dtype, and reads its elements when it is indexed with slices.
+        An array has a shape and a dtype, and reads its elements when it is indexed with slices. The attribute ``names``
+        holds the names that are requested for ``x`` and for ``y``.
 
         Raises
         ------
@@ -479,7 +480,7 @@ class FileSource(Source):
         return self.read_slab(indices, WHOLE)
 
     def read_slab(self, indices: Indices, slab: Slab, **_: Any) -> tuple[Any, Any]:
-        """Return this rank's part of the samples ``indices``; of chunks that have none of it nothing is read."""
+        """Return this rank's part of the samples ``indices``; chunks without an element of this part are not read."""
         x, y = (
             map_leaves(partial(self._read, indices=indices, shift=shift, slab=slab), joined)
             for joined, shift in zip(self._joined, (0, self.lead), strict=True)
@@ -605,7 +606,7 @@ class Hdf5Source(FileSource):
     kind, array_word = "hdf5", "dataset"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open an HDF5 file; return its datasets of ``names`` by name, and the rows of a chunk of each."""
+        """Open an HDF5 file; return the requested datasets by name, each with the number of rows of its chunks."""
         file, mapped_files = open_hdf5(path), dict[str, MappedFile]()
         arrays = {}
         for name in dict.fromkeys(leaves_of(self.names)):
@@ -725,7 +726,10 @@ def _check_conventions(file: Any, path: str, name: str, dataset: Any) -> None:
 
 
 def _reopened(dataset: Any, setting: str, folder: str) -> Any:
-    """Open a dataset again, with ``folder`` as the prefix of other files that the access property ``setting`` sets."""
+    """Open a dataset again, so that HDF5 looks in ``folder`` for other files that hold parts of its data.
+
+    ``setting`` is the method of h5py's access property list that sets this folder.
+    """
     import h5py
 
     file, name, access = dataset.file, dataset.name.encode(), h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
@@ -738,9 +742,8 @@ def _with_parts_in(folder: str, dataset: Any, label: str) -> Any:
     """Return a virtual dataset that finds its source datasets; raise DataError if one of them is missing.
 
     HDF5 would silently read the fill value in place of a missing source. If the fill value is NaN, no error is raised
-    here, because NaN itself shows that values are missing. HDF5 looks for
-    source files in HDF5_VDS_PREFIX, beside the dataset's file, and then in the working folder; ``folder`` is used in
-    place of the last.
+    here, because NaN itself shows that values are missing. HDF5 looks for source files in HDF5_VDS_PREFIX, beside the
+    dataset's file, and then in the working folder; this function replaces the working folder by ``folder``.
     """
     beside, moved = os.path.dirname(os.path.abspath(dataset.file.filename)), False
     prefix = os.fsdecode(dataset.id.get_access_plist().get_virtual_prefix())  # that of HDF5_VDS_PREFIX
@@ -769,7 +772,7 @@ def _has(path: str, name: str) -> bool:
 def _map_dataset(dataset: Any, files: dict[str, MappedFile]) -> MappedArray | None:
     """Return a dataset mapped into memory; None if it is not contiguous in a file, or NumPy lacks its type.
 
-    The mapped file is the one that contains the dataset: after an external link, another one than the opened file.
+    The mapped file is the one that contains the dataset: if an external link led to it, not the file that was opened.
     ``files`` holds the files that are mapped already, by path.
     """
     if dataset.chunks is not None or dataset.is_virtual or dataset.external is not None or not _is_numpys(dataset):
@@ -799,7 +802,7 @@ READ_TOGETHER_BYTES = 64 << 10
 
 
 def _rows_together(dataset: Any) -> int:
-    """Return how many rows HDF5 reads together: a chunk's, 64 KiB of a contiguous dataset, all of a virtual one."""
+    """Return how many rows HDF5 reads together: of a chunk, of 64 KiB if contiguous, all of a virtual dataset."""
     if dataset.chunks or dataset.is_virtual or not dataset.size:
         return int(dataset.chunks[0]) if dataset.chunks else max(1, *dataset.shape[:1])
     return max(1, READ_TOGETHER_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1
@@ -907,7 +910,7 @@ class NetcdfSource(FileSource):
     kind, array_word = "netcdf", "variable"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a file; return its variables of ``names`` by name, and the rows of a chunk of each."""
+        """Open a file; return the requested variables by name, each with the number of rows of its chunks."""
         try:
             import h5netcdf
         except ImportError:
@@ -979,7 +982,7 @@ class ZarrSource(FileSource):
     kind = "zarr"
 
     def open_file(self, path: str) -> Mapping[str, tuple[Any, int]]:
-        """Open a store; return its arrays of ``names`` by name, and the rows of a chunk of each."""
+        """Open a store; return the requested arrays by name, each with the number of rows of its chunks."""
         try:
             import zarr
         except ImportError:

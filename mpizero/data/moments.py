@@ -134,8 +134,8 @@ class Statistics:
 def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None = None) -> Statistics:
     """Compute the statistics of all samples of a source, of which each rank reads a part.
 
-    Collective over ``ranks``. Blocks of 64 samples are the leaves of the binary tree by which gradients
-    are summed, so the bits of the result do not depend on the ranks.
+    Collective over ``ranks``. Statistics of blocks of 64 samples are combined in the order of a binary tree, as
+    gradients of grains are, so the bits of the result do not depend on the ranks.
 
     Parameters
     ----------
@@ -150,7 +150,8 @@ def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None =
     Raises
     ------
     DataError
-        If there are no samples, or samples that are no arrays of real numbers, or NaN among them.
+        If there are no samples, or samples that are no arrays of real numbers or have elements that are NaN or
+        infinite.
 
     Examples
     --------

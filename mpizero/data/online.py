@@ -77,7 +77,7 @@ class SampleForm:
     x_shape, y_shape : tuple of int
         Shapes without an axis of samples.
     x_dtype, y_dtype : str
-        NumPy's names of the dtypes.
+        The dtypes as NumPy's strings with byte order, such as "<f4".
     """
 
     x_shape: tuple[int, ...]
@@ -184,7 +184,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def gone(self) -> bool:
-        """Continue :meth:`stop` without waiting; tell whether no producer is left to wait for."""
+        """Process messages of producers after :meth:`stop`, without waiting; tell whether no producer is awaited."""
 
 
 #: Tags of the messages with samples, and of the answers.
@@ -367,7 +367,10 @@ class OnlineProducer:
         return True
 
     def close(self) -> None:
-        """Tell the trainers that no more samples come, and wait until they have all; a second call does nothing."""
+        """Tell the trainers that no more samples come, and wait until they have received all.
+
+        A second call does nothing.
+        """
         if not self._closed:
             self._end(END, "")
 
@@ -420,8 +423,8 @@ class OnlineSource:
     """Provide samples that producers send while the model is trained; each sample is used once.
 
     :func:`mpizero.data.batches` and ``Trainer`` take it in place of a :class:`Source`. Rank 0 of the trainers receives
-    all samples, and every rank gets each global batch from it. :meth:`OnlineJob.source` and
-    :func:`spool_source` make it. The ranks that train use it as a context manager. Construction is not collective.
+    all samples, and sends each global batch to all trainers. :meth:`OnlineJob.source` and :func:`spool_source` make an
+    online source. The ranks that train use it as a context manager. Construction is not collective.
 
     Attributes
     ----------
@@ -514,7 +517,7 @@ class OnlineSource:
         return self._receiver
 
     def _on_rank_0(self, function: Callable[[], T]) -> T | None:
-        """Call ``function`` on rank 0 and return its result on all ranks, which raise its error together. Collective.
+        """Call ``function`` on rank 0 and return its result on all ranks; if it raises, all ranks raise. Collective.
 
         If ``function`` raises an error, the producers are told that the training has ended.
         """
@@ -743,9 +746,11 @@ class OnlineJob:
         )
 
     def source(self, **options: Any) -> OnlineSource:
-        """Return the source of this trainer, with the ``options`` on_end, on_error, timeout and journal.
+        """Return the source of this trainer. Not collective, but called on all trainers.
 
-        Not collective, but called on all trainers.
+        ``options`` are ``on_end`` ("drain" or "stop": what follows when one producer ends), ``on_error`` ("raise" or
+        "drain": what follows when one fails), ``timeout`` (most seconds without a sample) and ``journal`` (path of a
+        file that records the samples of each batch); see docs/online.md.
         """
         if not self.trains:
             raise StateError(f"OnlineJob.source: rank {self._comm.rank} is a producer: it calls producer()")
@@ -966,8 +971,8 @@ def spool_source(
     """Return a source of the samples that :class:`SpoolProducer` of other jobs write into ``folder``.
 
     Collective over ``comm``, the ranks that train (``config.communicator``). Only rank 0 reads the folder. The samples
-    end when ``producers`` producers have ended and every sample is in a batch. ``options`` are those of
-    :class:`OnlineSource`: on_end, on_error, timeout, journal.
+    end when ``producers`` producers have ended and every sample is in a batch. ``options`` are as for
+    :meth:`OnlineJob.source`: on_end, on_error, timeout, journal.
 
     Examples
     --------

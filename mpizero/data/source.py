@@ -200,7 +200,7 @@ class Source(ABC):
     def read_slab(self, indices: Indices, slab: Slab, **keywords: Any) -> tuple[Any, Any]:
         """Return this rank's part of the samples ``indices``, whose space a domain cuts (docs/domain.md).
 
-        By default the samples are read whole, by :meth:`read`, which also gets the ``keywords``, and cut. The sources
+        By default :meth:`read`, which also gets the ``keywords``, reads whole samples, which are then cut. The sources
         of files and arrays read no more than the part.
         """
         samples = self.read(indices, **keywords)
@@ -208,7 +208,7 @@ class Source(ABC):
         return slab.of(samples)
 
     def part_of_samples(self, indices: Indices, slab: Slab, **keywords: Any) -> tuple[Any, Any]:
-        """Return the result of :meth:`read_slab`; of a class with a :meth:`read` of its own, cut what that returns."""
+        """Return the result of :meth:`read_slab`; if a subclass overrides :meth:`read` only, cut what it returns."""
         kinds = type(self).__mro__
         reads, reads_slab = (next(kind for kind in kinds if name in vars(kind)) for name in ("read", "read_slab"))
         own = kinds.index(reads) < kinds.index(reads_slab)
@@ -409,7 +409,7 @@ class WrappedSource(Source):
         return self.source.origin(indices)
 
     def sample_order(self, start: int, stop: int, length: int, seed: int) -> Indices:
-        """Return the indices at positions ``start:stop`` of the wrapped source's order of ``length`` samples."""
+        """Return the indices at positions ``start:stop`` of the wrapped source's :meth:`sample_order`."""
         return self.source.sample_order(start, stop, length, seed)
 
     @property
@@ -1086,7 +1086,7 @@ class MappedArray:
 
     [Note: read ahead] Shuffled rows are in pages at random offsets, which a disk reads many times slower than
     neighbouring pages. If the array fits into memory, all of it will be read in an epoch and kept by the page cache. So
-    the first access to a region asks the kernel for the whole region.
+    the first access to a region of 4 MiB asks the kernel to read the whole region.
     """
 
     def __init__(
@@ -1112,7 +1112,7 @@ class MappedArray:
         return self.shape[0]
 
     def __getitem__(self, where: Any) -> Array:
-        """Return the rows of an array of indices, parts of them (indices and slices), or a block of slices."""
+        """Return the rows of an array of indices, parts of these rows (indices and slices), or a block of slices."""
         if isinstance(where, np.ndarray) and where.size >= self._contiguous and (np.diff(where) == 1).all():
             return self._read_contiguous(int(where[0]), where.size)
         if self._unread.any():

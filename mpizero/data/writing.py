@@ -1,8 +1,8 @@
 """Write arrays of which each rank has a part, such as predictions of cut fields, into one HDF5 file, in parallel.
 
 The file is laid out and written as a checkpoint's is: rank 0 makes it without values, beside its target, and every rank
-writes into it by system calls, so any build of h5py will do. The ranks of a domain first exchange their boxes, so that
-each of them has a range of successive elements to write, not one for every line of its box.
+writes into it by system calls, so any build of h5py will do. The ranks of a domain first exchange parts of their boxes,
+so that each of them has one range of successive elements to write, not one range for every row of its box.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ def write_fields(
     Collective over the ranks. The file appears when it is complete: it is written in a hidden folder beside ``path``
     and then renamed, so if a rank fails, all ranks raise, and what was at ``path`` is still there. The data sets do
     not depend on the cut. Samples of replicas stand one after the other, as in a global batch: those of ranks whose
-    coordinate on the axis ``data`` is 0, then those of 1; a replica may have none, ``part[:0]``. Of ranks with the same
-    part (stages, tensor groups) the first writes.
+    coordinate on the axis ``data`` is 0, then those of ranks with coordinate 1, and so on; a replica may have no
+    samples, ``part[:0]``. Of ranks with the same part (stages, tensor groups) the first writes.
 
     Parameters
     ----------
     path : path
         The file; that of rank 0 is used. Missing folders are made.
     fields : dict of str to array
-        By name of the data set, this rank's part (samples, space, ...) of an array: floats, complex numbers or
-        integers of 16 (integers of 8) to 64 bits. An array with fewer axes than samples and space, such as times
-        (samples,), is not cut: the first rank of a domain writes it.
+        By name of the data set, this rank's part (samples, space, ...) of an array: floats of 16 to 64 bits, complex
+        numbers of 64 or 128 bits, or integers of 8 to 64 bits. An array with fewer axes than samples and space, such as
+        times (samples,), is not cut: the first rank of a domain writes it.
     ranks : sharded model or Mesh
         The ranks.
     shape : sequence of int
         Extents of the whole fields, which were given to ``mesh.slab``; () without a domain.
     attributes : dict, optional
-        Attributes of the file, such as ``{"channels": ["u", "v"]}``; those of rank 0 are used.
+        Attributes of the file, such as ``{"channels": ["u", "v"]}``; those given on rank 0 are used.
     overwrite : bool
-        Whether an existing file is replaced; that of rank 0 is used.
+        Whether an existing file is replaced; the value on rank 0 is used.
 
     Raises
     ------
@@ -199,9 +199,10 @@ def _compare(parts: Sequence[Mapping[str, Any]], firsts: Sequence[Mapping[str, A
 
 
 def _successive(x: Array, slab: Slab, extents: tuple[int, ...], group: Any) -> tuple[int, Array]:
-    """Return a range of the elements of whole samples, as its first and their values, from the parts of all ranks.
+    """Return this rank's range of the elements of whole samples: the index of its first element, and its values.
 
-    Collective over the domain group. A range consists of whole rows, positions of the first axis of space.
+    Collective over the domain group, whose ranks send one another the elements of their parts ``x``. A range consists
+    of whole rows; a row is all elements of a sample at one position of the first axis of space.
     """
     boxes = [Slab(slab.cut, rank).where(extents) for rank in range(group.size)]
     rows = [np.add.outer(np.arange(len(x)) * extents[0], np.arange(extents[0])[box[0]]).reshape(-1) for box in boxes]
@@ -221,5 +222,5 @@ def _successive(x: Array, slab: Slab, extents: tuple[int, ...], group: Any) -> t
 
 
 def _between(rows: Array, shard: slice) -> slice:
-    """Return which of the ascending numbers are in a range."""
+    """Return the slice of ``rows``, ascending numbers, that are in the range ``shard``."""
     return slice(*np.searchsorted(rows, (shard.start, shard.stop)).tolist())

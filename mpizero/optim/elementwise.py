@@ -43,8 +43,8 @@ class ParameterGroup:
     lr_scale : float
         Factor by which the learning rate of the optimizer is multiplied.
     weight_decay : float or None
-        Weight decay of all matching parameters, including biases. None means the weight decay of the optimizer, for
-        matching parameters with ``spec.decay`` only.
+        Weight decay of all matching parameters, including biases. None means the weight decay of the optimizer, which
+        applies only to those matching parameters whose ``spec.decay`` is True.
 
     Examples
     --------
@@ -479,8 +479,8 @@ class Lion(FlatOptimizer):
     lr, weight_decay, groups
         As in :class:`~mpizero.optim.FlatOptimizer`; ``lr`` is 0.0001 by default, and ``weight_decay`` 0.0.
     betas : pair of float
-        Weights, in [0, 1), of the moving average m of the gradient g. The step goes along the sign of ``betas[0] * m +
-        (1 - betas[0]) * g``; then m becomes ``betas[1] * m + (1 - betas[1]) * g``.
+        Weights, in [0, 1), of the moving average m of the gradient g. The step is ``-lr`` times the sign of ``betas[0]
+        * m + (1 - betas[0]) * g``; then m becomes ``betas[1] * m + (1 - betas[1]) * g``.
 
     Examples
     --------
@@ -509,7 +509,7 @@ class Lion(FlatOptimizer):
 @explains
 @dataclass(frozen=True, kw_only=True)
 class LAMB(Adam):
-    """Implement LAMB (You et al. 2020): Adam's direction, scaled so that a tensor's step has ``lr`` times its norm.
+    """Implement LAMB (You et al. 2020): Adam, with steps whose norm is ``lr`` times the norm of the updated tensor.
 
     LAMB needs the norm of every tensor and the norm of the direction in which it is updated. So a step takes two passes
     over memory: the first computes the directions, the second updates the parameters.
@@ -754,7 +754,7 @@ def _adapted(optimizer: Any) -> Any:
     return AdaptedOptimizer(optimizer)
 
 
-#: PyTorch's optimizers that others of mpizero resemble; those of one name are the same.
+#: The optimizer of mpizero to use in place of one of PyTorch's that is not converted.
 _COUNTERPARTS = {"Muon": "mz.Muon", "RMSprop": "mz.RMSprop", "LBFGS": "mz.LBFGS", "Adagrad": "mz.RMSprop"}
 #: PyTorch's optimizers that a TorchModel converts: :mod:`mpizero.adapters.torch.optimizers`.
 CONVERTED = ("SGD", "Adam", "AdamW")
@@ -782,7 +782,7 @@ def of_pytorch(optimizer: Any) -> str:
 
 
 def learning_rate(optimizer: Any, step: int) -> float:
-    """Return the learning rate of ``step`` (from 0); NaN for a user's optimizer that has no attribute ``lr``."""
+    """Return the learning rate of ``step`` (from 0); NaN if the optimizer has no attribute ``lr``."""
     optimizer = getattr(optimizer, "inner", optimizer)  # of one that averages the parameters, too
     source = optimizer.optimizer if isinstance(optimizer, AdaptedOptimizer) else optimizer
     lr = getattr(source, "lr", None)
@@ -795,7 +795,7 @@ def optimizer_name(optimizer: Any) -> str:
 
 
 def takes_tensor(optimizer: Any, spec: ParameterSpec) -> bool:
-    """Tell whether an adapted optimizer updates a parameter as a whole tensor; False for one that is not trained."""
+    """Tell whether an adapted optimizer updates a parameter, if it is trained at all, as a whole tensor."""
     if not optimizer.needs_whole_tensors or not spec.optimized:
         return False
     return bool(optimizer.takes(replace(spec, name=spec.guest or spec.name)))
@@ -811,11 +811,11 @@ EMA = "ema"
 
 
 class CopyingOptimizer:
-    """Serve as base class of optimizers that run another one, and keep an array made of the parameters.
+    """Serve as base class of optimizers that run another one, and keep a copy or an average of the parameters.
 
-    The first step sets the array to the parameters before it. The array is part of the optimizer's state, so it is
-    sharded, saved and loaded with this state. All other attributes are those of ``inner``, the wrapped optimizer, as
-    :func:`mpizero.optim.elementwise.adapt` returns it.
+    The array of this copy or average is part of the optimizer's state, so it is sharded, saved and loaded with this
+    state. Before the first update it is set to the parameters. All other attributes are those of ``inner``, the wrapped
+    optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
     """
 
     #: Name of the array in the state.
@@ -840,7 +840,7 @@ class CopyingOptimizer:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the wrapped optimizer's state arrays, and of the copy."""
+        """Names of the wrapped optimizer's state arrays, and of the array that this class adds."""
         return (*self.inner.slots, self.slot)
 
     def hyper(self, step: int, group: int, dtype: Any, lr: float | None = None) -> Array:
@@ -861,14 +861,14 @@ MASTER_WEIGHTS = "master_weights"
 class MasterWeightOptimizer(CopyingOptimizer):
     """Run an optimizer on *master weights*: copies of the parameters that are not rounded when the parameters are.
 
-    After an update the parameters are copied from the master weights; then the store rounds them. See Micikevicius et
-    al. 2018, *Mixed precision training*, section 3.1.
+    After an update the parameters are copied from the master weights; then the model's parameter store rounds the
+    parameters to bfloat16. See Micikevicius et al. 2018, *Mixed precision training*, section 3.1.
     """
 
     slot = MASTER_WEIGHTS
 
     def apply(self, w: Array, g: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update master weights and state from the gradient ``g``, and copy the former to the parameters ``w``."""
+        """Update master weights and state from the gradient ``g``; copy the master weights to the parameters ``w``."""
         self._begin(w, state)
         self.inner.apply(state[MASTER_WEIGHTS], g, state, hyper, threads)
         assign(w, state[MASTER_WEIGHTS])
@@ -891,7 +891,7 @@ class AveragingOptimizer(CopyingOptimizer):
     inner : optimizer
         The optimizer, as :func:`mpizero.optim.elementwise.adapt` returns it.
     decay : float
-        Between 0 and 1.
+        Share, between 0 and 1, of the old average in the new one.
     """
 
     slot = EMA
@@ -929,12 +929,15 @@ class AveragingOptimizer(CopyingOptimizer):
 
 
 def with_copies(optimizer: Any, *, ema: float | None, masters: bool) -> Any:
-    """Adapt an optimizer; it also keeps an average of the parameters unless ``ema`` is None, or master weights.
+    """Adapt an optimizer, and let it keep a moving average of the parameters, or master weights, if requested.
+
+    With ``masters`` it keeps master weights; otherwise, unless ``ema`` is None, a moving average with the decay
+    ``ema``.
 
     Raises
     ------
     ConfigError
-        If ``masters`` is True and the optimizer updates elements by their neighbours.
+        If ``masters`` is True, and the optimizer does not update each element by itself.
     """
     adapted = adapt(plain(optimizer))
     if masters and (adapted.needs_tensor_norms or adapted.needs_whole_tensors or adapted.needs_vectors):
@@ -983,7 +986,7 @@ def state_size(optimizer: Any, spec: ParameterSpec) -> int:
 
 
 def tensor_state_size(optimizer: Any, spec: ParameterSpec) -> int:
-    """Return the number of state elements that the owner of a whole tensor keeps, without those of an average."""
+    """Return the number of state elements that the owner of a whole tensor keeps, without the moving average."""
     return sum(array.size for slot, array in state_specs(optimizer, spec).items() if slot not in optimizer.slots)
 
 
@@ -1062,7 +1065,7 @@ class DynamicLossScale:
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """Hold the current loss scale, and the number of good steps since it last changed; they are equal on all ranks."""
+    """Hold the loss scale, and the number of good steps since the last overflow or growth; equal on all ranks."""
 
     policy: DynamicLossScale
     scale: float

@@ -41,9 +41,10 @@ class MethodProgress:
     iterations, evaluations : int
         Numbers of iterations and of evaluations so far.
     loss, norm : float
-        Loss and largest magnitude of the gradient at the last iterate.
+        Loss and largest magnitude of the gradient (with bounds, of the projected gradient) at the last iterate.
     least_norm, stalls : float and int
-        The smallest ``norm`` so far, and the number of last iterates in a row that lowered neither it nor the loss.
+        The smallest ``norm`` so far, and the number of iterates in a row, up to the last one, at which neither
+        ``least_norm`` nor the loss became smaller.
     converged : bool
         Whether the method has ended because it has converged.
     message : str
@@ -136,8 +137,9 @@ class VectorMethod(Settings, ABC):
         The method has converged if no element of the gradient (with bounds, of the projected gradient) has a larger
         magnitude.
     ftol : float
-        The method has also converged if an iteration lowers the loss by at most ``ftol * max(abs(loss), 1)``. With 0
-        this does not end the method, but several iterations in a row that lower neither the loss nor the gradient do.
+        The method has also converged if an iteration lowers the loss by at most ``ftol * max(abs(loss), 1)``; not
+        tested if ``ftol`` is 0. With any ``ftol`` the method ends after five iterations in a row in which the loss did
+        not fall, and the gradient's largest magnitude reached no new minimum.
     regularization : dict of str to callable, or None
         Terms that are added to the loss, by the names of parameters or patterns of names: :class:`Tikhonov`,
         :class:`TotalVariation`, or the user's own. ``term(values)`` is called on one rank with the whole parameter, and
@@ -229,7 +231,7 @@ class VectorMethod(Settings, ABC):
         return True
 
     def place(self, space: VectorSpace, progress: MethodProgress, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate, or to the next point to evaluate. Not collective."""
+        """Set the parameters to the last iterate if ``iterate``, else to the next point to evaluate. Not collective."""
         if progress.along:
             space.move(POINT, 0.0 if iterate or progress.stage == "done" else progress.step, progress.along)
 
@@ -309,7 +311,7 @@ class VectorSolver:
         return self._method.retry(self._space, self.progress)
 
     def place(self, *, iterate: bool) -> None:
-        """Set the parameters to the last iterate, or to the next point to evaluate.
+        """Set the parameters to the last iterate if ``iterate``, else to the next point to evaluate.
 
         Not collective. Before the first evaluation both are the start values, and nothing is changed.
         """
@@ -376,6 +378,16 @@ class LineSearch:
         The end of the interval at which the function has the smallest value so far.
     other : Point
         The other end of the interval; ``start`` while there is no interval.
+    bracketed : bool
+        Whether an interval has been found.
+    tilts : bool
+        Whether no step so far had enough decrease and a slope >= 0 (stage 1 of the paper, section 2).
+    ends : bool
+        Whether ``step`` is the best step again, whose evaluation ends the search.
+    evaluations : int
+        Number of evaluations so far.
+    length, length_before : float
+        Length of the interval, and its length one evaluation before.
     """
 
     start: Point = Point(0.0, 0.0, 0.0)
@@ -600,9 +612,9 @@ class SearchingMethod(VectorMethod):
 
     @abstractmethod
     def _learn(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Update the method's own quantities after an iteration; ``POINT`` and ``GRADIENT`` are from before it.
+        """Update the method's own quantities after an iteration. Collective.
 
-        Collective.
+        ``POINT`` and ``GRADIENT`` are still those of the iterate before this iteration.
         """
 
     @abstractmethod
@@ -687,7 +699,7 @@ class LBFGS(SearchingMethod):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the state arrays: those of every method, and the differences of parameters and of gradients."""
+        """Names of the state arrays: those of every method, the pairs of differences, and the diagonal if used."""
         pairs = (f"{kind}_difference_{i}" for i in range(self.history) for kind in ("parameter", "gradient"))
         return (*super().slots, *pairs, *[DIAGONAL] * (self.initial == "diagonal"))
 
@@ -713,7 +725,11 @@ class LBFGS(SearchingMethod):
 
     @staticmethod
     def _learn_diagonal(space: VectorSpace, s: str, y: str, curvature: float, *, first: bool) -> None:
-        """Update ``DIAGONAL`` by the newest pair, scaled to its curvature along ``y``; overwrite ``DIRECTION``."""
+        """Update ``DIAGONAL`` (the matrix D) by the newest pair, scaled so that y^T D^-1 y is s^T y.
+
+        ``curvature`` is s^T y. With ``first``, D becomes the inverse of the preconditioner, scaled in the same way.
+        ``DIRECTION`` is overwritten.
+        """
         if first:  # the inverse of the preconditioner
             space.fill(1.0, DIRECTION)
             space.precondition(DIRECTION)

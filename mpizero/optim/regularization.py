@@ -59,7 +59,7 @@ class VectorSpace(Protocol):
         """Divide one vector by another, element by element. Not collective."""
 
     def update_diagonal(self, target: str, y: str, curvature: float, bs: str, square: float) -> None:
-        """Add ``y**2 / curvature - bs**2 / square`` to ``target``, elementwise; it stays positive. Not collective.
+        """Add ``y**2 / curvature - bs**2 / square`` to ``target``, which stays positive, elementwise. Not collective.
 
         The result is the diagonal of the BFGS update of a diagonal matrix B by a pair s and y, if ``target`` is B's
         diagonal, ``bs`` is B s, ``curvature`` is s^T y and ``square`` is s^T B s.
@@ -73,7 +73,7 @@ class VectorSpace(Protocol):
 
     # ------------------------------------------------------------------ bounds
 
-    #: Whether there are bounds. If there are none, the methods below do nothing.
+    #: Whether there are bounds. If there are none, the methods below clip nothing.
     bounded: bool
 
     def enter_bounds(self) -> bool:
@@ -88,7 +88,7 @@ class VectorSpace(Protocol):
     def drop_fixed(self, gradient: str, reach: float, target: str) -> None:
         """Set to 0 the elements of a vector for which ``point - reach * gradient`` is at or beyond a bound.
 
-        Not collective.
+        Not collective. ``point`` is the last iterate.
         """
 
     def go_to_bounds(self, gradient: str, reach: float, direction: str) -> None:
@@ -294,7 +294,8 @@ class TotalVariation:
     weight : float
         Factor of the term, at least 0.
     smoothing : float
-        Positive number; much smaller differences are penalized by their squares, so that the term has a gradient at 0.
+        Positive number. Differences that are much smaller are penalized by their squares, so that the term has a
+        gradient at differences of 0.
 
     Examples
     --------

@@ -120,7 +120,7 @@ class TensorOptimizer(AdamW):
     # ------------------------------------------------------------------ what a subclass defines
 
     def takes(self, spec: ParameterSpec) -> bool:
-        """Tell whether the tensor of a parameter is updated as a whole; ``spec`` has its name in the whole model.
+        """Tell whether a parameter is updated as a whole tensor; ``spec.name`` is the parameter's name in the model.
 
         By default these are the matrices of real numbers with ``spec.decay`` (which is False for biases, norms and
         embeddings), except those that :attr:`exclude` names.
@@ -354,7 +354,7 @@ class SOAP(TensorOptimizer):
         return size <= self.max_dimension
 
     def cost(self, shape: tuple[int, ...]) -> int:
-        """Return the number of operations of an update's products, and its share of the QR decompositions."""
+        """Return the number of operations of an update: its products, and its share of the QR decompositions."""
         rows, columns = shape
         sides = [size for size in shape if self._rotates(size)]
         return sum(8 * rows * columns * size + 5 * size**3 // self.frequency for size in sides)
