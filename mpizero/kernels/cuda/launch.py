@@ -50,7 +50,7 @@ from mpizero.kernels.jit import DTYPES, PACKAGE, Signature, numba_type, with_com
 
 
 def compiled_on_call(python: Callable[..., Any]) -> Any:
-    """Return numba's dispatcher of a kernel, which compiles it at the first call with each type of arguments."""
+    """Return numba's dispatcher of the kernel ``python``: the first call with arguments of new types compiles it."""
     with _row_stack():
         importlib.import_module("numba.cuda.np.arrayobj")
     dispatcher: Any = compiler.jit(python, lto=False)
