@@ -215,8 +215,8 @@ class CallTrace:
     def joint_task(self, what: str) -> Iterator[None]:
         """Mark a ``with`` block, such as a training step, as a joint task: all ranks must finish it. Not collective.
 
-        ``what`` is the name of the task. If a rank ends its program before or inside the block, the other ranks notice
-        immediately, even before they communicate with that rank. Blocks must not be nested.
+        ``what`` is the name of the task. If a rank ends its program before or inside the block, the job is ended within
+        seconds, even before other ranks communicate with that rank. Blocks must not be nested.
         """
         self.present_task = (what, monotonic())
         try:

@@ -439,11 +439,11 @@ _HOSTS = 8
 
 
 class LinkWatch:
-    """Tell when another host is silent while this rank waits in a call, and when it answers again: once each.
+    """Write one message when another host becomes silent while this rank waits in a call, one when it answers again.
 
     A host is silent if no byte moves of the messages of this rank's node, and none of the host's status servers
-    answers, for ten seconds. So neither a slow link nor a host whose ranks compute is silent. Of a host that has never
-    answered, behind a firewall for example, nothing is told. Only the lowest rank of a status group watches. The
+    answers, for ten seconds. So neither a slow link nor a host whose ranks compute is silent. Nothing is written about
+    a host that has never answered, such as one behind a firewall. Only the lowest rank of a status group watches. The
     queries take up to a second, so :meth:`look` is called in a thread of its own.
 
     Parameters
@@ -462,7 +462,7 @@ class LinkWatch:
         self._asked: set[RemoteStatus] = set()
 
     def look(self, now: float) -> None:
-        """Ask the other hosts if there is reason to, and tell which have become silent or have answered again."""
+        """Ask the other hosts if there is reason to; write which have become silent, and which have answered again."""
         record, statuses = self._heartbeat.last_record, self._heartbeat.statuses
         call = max(record["calls"], key=lambda entry: float(entry[5]), default=None)
         transfers = [(t, s["age"]) for s in with_age(statuses.read()).values() for t in s.get("transfers", ())]
@@ -526,7 +526,7 @@ def watch_arrival(
     timeout : float or None
         Seconds that the block may last; None for no limit.
     records : callable
-        Returns the known status records, by rank, with the record of this rank.
+        Returns the known status records by rank, that of this rank included.
     end : callable
         Ends the job; it is called with the report.
     """

@@ -371,7 +371,10 @@ def innermost_line(frame: FrameType | None) -> list[Line]:
 
 
 def describe_stack(stack: Sequence[Line]) -> str:
-    """Return a stack as text: its innermost line of user code, and the innermost one outside ``comm`` and ``guard``."""
+    """Return a stack as text: its innermost line of user code, and its innermost line outside the supervision.
+
+    The supervision is the code of mpizero's packages ``comm`` and ``guard``.
+    """
     inner = next((line for line in stack if not line.file.startswith(_SUPERVISION_FOLDERS)), None)
     outer = next((line for line in stack if is_users(line.file)), None)
     lines = [outer] if inner is outer else [outer, inner]

@@ -120,7 +120,8 @@ def causal_sums(
 
     Weight (i, j) is the element ``at + i * length + j`` of ``weights``; it is 0 for ``j > i``. With ``by_rows``, row i
     of ``out`` is the sum over j of weight (i, j) times row j of ``y``; otherwise row j of ``out`` is the sum over i of
-    weight (i, j) times row i of ``y``. Indices of rows of ``y`` and ``out`` are computed as in :func:`causal_scores`.
+    weight (i, j) times row i of ``y``. Row i of ``y`` begins at index ``y_at + i * y_step``, and row i of ``out`` at
+    index ``out_at + i * out_step``.
     """
     wide = tile_columns(weights.itemsize)
     panels = (size + wide - 1) // wide

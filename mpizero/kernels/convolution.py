@@ -366,7 +366,10 @@ def pack_panels(
 def pack_rows(
     x: Any, at: Any, x_lines: Any, line: Any, lines: Any, count: Any, step: Any, left: Any, height: Any, high: Any
 ) -> None:  # fmt: skip
-    """Copy ``height`` elements of ``x`` at each position of ``lines`` lines to ``left``, ``high`` elements apart."""
+    """Copy ``height`` elements of ``x`` at each of the ``count`` positions of ``lines`` lines to ``left``.
+
+    In ``left``, each position has room for ``high`` elements.
+    """
     for i in range(lines):
         source, to = x_lines[line + i] + at, i * count * high
         for k in range(count):

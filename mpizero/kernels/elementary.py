@@ -118,7 +118,7 @@ def exp_single(x: Any) -> Any:
 
 
 def exp_double(x: Any) -> Any:
-    """Return exp(x) of a float64: infinity on overflow, subnormal numbers where they are, NaN for NaN."""
+    """Return exp(x) of a float64: infinity on overflow, subnormal numbers and then 0 on underflow, NaN for NaN."""
     above = _EXP_LOW_64 if x < _EXP_LOW_64 else x
     y, half, lowered = exp_parts_double(_EXP_HIGH_64 if above > _EXP_HIGH_64 else above)
     p = _ONE_64 + y

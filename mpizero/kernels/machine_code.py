@@ -144,7 +144,7 @@ class Native:
     RuntimeError
         If array objects of this Python and NumPy have an unknown layout in memory.
     OSError
-        If the system lets no process write machine code.
+        If the system does not let a process run machine code that it has written to memory.
     """
 
     def __init__(self, name: str, code: bytes, entry: str) -> None:
@@ -202,7 +202,7 @@ def _load_object(code: bytes, entry: str) -> int:
 
 @functools.cache
 def _engine() -> Any:
-    """Return the LLVM engine that owns machine code; it is never freed, because a kernel may still be running."""
+    """Return the LLVM engine that owns all loaded machine code; it is never freed, as a kernel may still be running."""
     llvm, machine = initialized_llvm(), make_target_machine()
     return llvm.create_mcjit_compiler(llvm.parse_assembly(f'target triple = "{machine.triple}"'), machine)
 

@@ -303,7 +303,7 @@ def first_line(memory: Any, index: Any) -> Any:
 
 
 def nothing_ahead() -> Any:
-    """Return a plan of :func:`next_panels` that prefetches nothing."""
+    """Return a plan, of the form that :func:`next_panels` returns, by which tiles prefetch nothing."""
     return 0, 0, 1, -1, 0, 0
 
 

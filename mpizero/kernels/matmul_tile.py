@@ -89,7 +89,7 @@ class SumsTile(Intrinsic):
 
     @staticmethod
     def _store(write: _Vectors, outputs: list[list[Any]], sums: list[list[Any]], columns: Any, first: Any) -> None:
-        """Write the branches that store the sums: without masks for whole tiles that overwrite, else with masks."""
+        """Write LLVM code that stores the sums: without masks if the tile is whole and overwrites, else with masks."""
         builder, across = write.builder, len(outputs[0])
         is_full = builder.and_(builder.icmp_signed("==", columns, write.number(across * write.lanes)), first)
         pairs = [(k, *pair) for row in zip(outputs, sums, strict=True) for k, pair in enumerate(zip(*row, strict=True))]
@@ -103,7 +103,7 @@ class SumsTile(Intrinsic):
                     write.add_masked(vector, pointer, masks[k], first)
 
     def _loop(self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...]) -> list[list[Any]]:
-        """Write the loops over the inner axis; return the sums by row and vector.
+        """Write LLVM code for the loops over the inner axis; return the sums by row and vector register.
 
         Steps of ``UNROLL`` positions prefetch one line each.
         """
@@ -120,14 +120,14 @@ class SumsTile(Intrinsic):
 
     @staticmethod
     def _prefetch(write: _Vectors, position: Any, memory: Any, mask: Any, step: Any, line: Any) -> None:
-        """Write the prefetch of a step at ``position``."""
+        """Write LLVM code that prefetches what the step of the loop at ``position`` has to prefetch."""
         builder = write.builder
         number = builder.udiv(position, write.number(UNROLL))
         near, far = builder.and_(number, mask), builder.and_(number, builder.not_(mask))
         write.prefetch(builder.gep(memory, [builder.add(builder.mul(near, step), builder.mul(far, line))]))
 
     def _terms(self, write: _Vectors, a: Any, b: Any, position: Any, sums: list[list[Any]]) -> list[list[Any]]:
-        """Write the additions of the terms of one position to the sums."""
+        """Write LLVM code that adds the terms of one position to the sums; return the new sums."""
         builder = write.builder
         right = builder.gep(b, [builder.mul(position, write.number(_ACROSS * write.lanes))])
         left = builder.gep(a, [builder.mul(position, write.number(self.rows))])
@@ -195,7 +195,7 @@ class RunsTile(Intrinsic):
     def _terms(
         self, write: _Vectors, lines: list[Any], right: Any, at: Any, a_step: Any, b_step: Any, sums: list[list[Any]]
     ) -> list[list[Any]]:
-        """Write the additions of the terms of one position to the sums."""
+        """Write LLVM code that adds the terms of one position to the sums; return the new sums."""
         builder = write.builder
         right = builder.gep(right, [builder.mul(at, b_step)])
         vectors = [write.load(builder.gep(right, [write.number(k * write.lanes)])) for k in range(self.across)]
@@ -254,7 +254,7 @@ class VectorTranspose(Intrinsic):
 
 
 class VectorCopy(Intrinsic):
-    """Copy ``count`` elements, by default those of ``across`` vectors: ``copy(x, at, out, out_at)``."""
+    """Copy ``count`` elements, by default as many as ``across`` vectors have: ``copy(x, at, out, out_at)``."""
 
     arguments = 4
 

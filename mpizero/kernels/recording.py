@@ -144,8 +144,8 @@ class RecordedCall:
         function : callable
             Function whose kernels read ``scalars``, and besides them only arrays that ``operands`` determine.
         operands : tuple
-            Arrays, numbers and bytes on which ``function`` depends, as many in each call. Each different tuple of them
-            has a recording of its own, so there should be few.
+            Arrays, numbers and bytes on which ``function`` depends, as many in each call. Each different tuple has a
+            recording of its own, so there should be few different tuples.
         scalars : sequence of Array
             Small arrays whose contents differ from call to call.
         written : callable

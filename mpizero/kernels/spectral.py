@@ -8,9 +8,9 @@ applies the bases of three axes one after the other.
 - :func:`synthesize` adds up basis functions at each position: the adjoint of :func:`analyse`.
 - :func:`mode_products` multiplies many pairs of small matrices, one pair for each mode.
 
-All consist of products of matrices that are not packed before, by :class:`mpizero.kernels.matmul_tile.RunsTile`. An
-element of a product is one chain of fused multiply-adds in ascending order, so its bits depend neither on the shape of
-the field nor on the part of it that is computed, nor on the CPU ([Note: equal bits] in :mod:`.matmul`). On a CPU
+All consist of products of matrices, which :class:`mpizero.kernels.matmul_tile.RunsTile` computes without packing them.
+An element of a product is one chain of fused multiply-adds in ascending order, so its bits depend neither on the shape
+of the field nor on the part of it that is computed, nor on the CPU ([Note: equal bits] in :mod:`.matmul`). On a CPU
 without fused multiply-adds NumPy multiplies.
 """
 
@@ -251,8 +251,9 @@ def products(
 
     A matrix begins at index ``*_at`` of its array; its rows are ``*_step`` elements apart. The sum of an element of the
     product begins with the element of the matrix ``start`` at the same place; or, if ``s_step`` is 0, the sums of every
-    tile begin with the same row of elements, from ``s_at`` on. ``none`` is [0], the only run of each operand. A tile
-    may overlap the one before: some rows are computed twice, with the same bits.
+    tile begin with the same row of elements, from ``s_at`` on. ``none`` is [0]: each operand is one run, as
+    :class:`.RunsTile` calls it, with the distance 0. A tile may overlap the one before: some rows are computed twice,
+    with the same bits.
     """
     wide, left = tile_columns(out.itemsize), 0
     while left < columns:

@@ -102,10 +102,10 @@ class AxisPiece(NamedTuple):
 
 
 def inside(position: int, extent: int, mode: str) -> int | None:
-    """Return the position of an axis whose value stands for ``position``, which may be outside; None for a zero.
+    """Return the position of an axis whose value ``position``, maybe outside of the axis, has; None if it has a zero.
 
-    ``mode`` says which values surround the axis: its own ones, repeated or mirrored, with "periodic" or "reflect";
-    zeros with anything else.
+    ``mode`` says which values surround the axis: with "periodic" its own ones, repeated; with "reflect" its own ones,
+    in reverse order; with anything else zeros.
     """
     if 0 <= position < extent:
         return position

@@ -88,7 +88,7 @@ class Leaves:
 
     @cached_property
     def end(self) -> int:
-        """The index after the last leaf's."""
+        """The index after that of the last leaf."""
         return self.number(self.count - 1) + 1 if self.count else 0
 
     def missing(self, leaf: int) -> bool:

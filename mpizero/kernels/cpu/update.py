@@ -176,7 +176,7 @@ def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
 
 
 def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the left operand of the sum's last addition; without one, of the whole sum."""
+    """Return ``count`` elements of the left operand of the sum's last addition; if there is none, of the whole sum."""
     if program.size <= 2:
         return _row(rows_a, first_a, rows_b, first_b, program[0], count)
     return _level(scratch, 0, count)
