@@ -439,7 +439,7 @@ _HOSTS = 8
 
 
 class LinkWatch:
-    """Write one message when another host becomes silent while this rank waits in a call, one when it answers again.
+    """Write a message when another host becomes silent while this rank waits in a call, and when it answers again.
 
     A host is silent if no byte moves of the messages of this rank's node, and none of the host's status servers
     answers, for ten seconds. So neither a slow link nor a host whose ranks compute is silent. Nothing is written about

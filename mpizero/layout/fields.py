@@ -102,7 +102,7 @@ class AxisPiece(NamedTuple):
 
 
 def inside(position: int, extent: int, mode: str) -> int | None:
-    """Return the position of an axis whose value ``position``, maybe outside of the axis, has; None if it has a zero.
+    """Return which position of an axis holds the value for ``position``, which may be outside; None if it is zero.
 
     ``mode`` says which values surround the axis: with "periodic" its own ones, repeated; with "reflect" its own ones,
     in reverse order; with anything else zeros.
