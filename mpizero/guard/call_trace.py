@@ -175,9 +175,10 @@ class CallTrace:
     def begin_operation(self, operation: Signature) -> None:
         """Record a public operation that the user has called; it gets a sequence number like a collective.
 
-        Not collective. The innermost source line outside this package, or in its command line (:mod:`mpizero.train`),
-        is recorded too. An exception that is being handled is also recorded: a report then shows that the call,
-        ``close()`` in a ``finally`` for example, is only a consequence of the exception.
+        Not collective. The innermost source line outside this package, or in one of its programs (``mpizero.train``,
+        ``mpizero.cli`` and ``mpizero.tools``), is recorded too. An exception that is being handled is also recorded: a
+        report then shows that the call, ``close()`` in a ``finally`` for example, is only a consequence of the
+        exception.
         """
         frame = sys._getframe(1)
         while _is_library(frame.f_code.co_filename) and frame.f_back is not None:
@@ -214,8 +215,8 @@ class CallTrace:
     def joint_task(self, what: str) -> Iterator[None]:
         """Mark a ``with`` block, such as a training step, as a joint task: all ranks must finish it. Not collective.
 
-        ``what`` is the name of the task. If a rank ends its program before or inside the block, the other ranks notice
-        immediately, even before they communicate with that rank. Blocks must not be nested.
+        ``what`` is the name of the task. If a rank ends its program before or inside the block, the job is ended within
+        seconds, even before other ranks communicate with that rank. Blocks must not be nested.
         """
         self.present_task = (what, monotonic())
         try:
@@ -295,7 +296,10 @@ def _is_library(file: str) -> bool:
 
 
 def _after(entry: _Entry, sequence: int) -> int:
-    """Return the hash of all collectives up to ``sequence``: of the hash in ``entry`` and the count of later ones."""
+    """Return the hash of all collectives up to ``sequence``, from ``entry``, the last one of them that was recorded.
+
+    Collectives after ``entry`` were only counted ([Note: counted calls]); their number is a part of the hash.
+    """
     counted = sequence - entry[0]
     return entry[1] if counted <= 0 else hash((entry[1], counted))
 
@@ -425,9 +429,9 @@ class CommunicatorRegistry:
         self.left += [(entry, close) for entry in self.live if entry.trace is trace]
 
     def run_deferred_closes(self, trace: CallTrace, allgather: Callable[[Any], list[Any]]) -> None:
-        """Call the deferred functions that every rank of the communicator of ``trace`` has stored. Collective over it.
+        """Call the deferred functions that every rank of the communicator of ``trace`` has stored.
 
-        ``allgather`` takes an object and returns the list of all these ranks' objects.
+        Collective over that communicator. ``allgather`` takes an object and returns the list of all its ranks' objects.
 
         [Note: deferred closes] When a rank leaves a model because of an error, it does not know whether the other ranks
         fail too. Closing the model is collective, so it is deferred. When the same ranks next make a model together,
@@ -479,10 +483,10 @@ class CommunicatorRegistry:
         Not collective.
 
         [Note: one sum] One number from each rank is enough to compare the calls of all communicators whose ranks all
-        belong to the communicator of ``trace``. For each of these that it belongs to, a rank multiplies the hash of its
-        calls by its weight in that communicator; the number is the sum of these products. The weights of all ranks of a
-        communicator add up to 0. So equal hashes cancel in the sum over the ranks, modulo :data:`MODULUS`. Different
-        hashes do not cancel, except with a probability of 1 / MODULUS.
+        belong to the communicator of ``trace``. For each of these communicators to which a rank belongs, the rank
+        multiplies the hash of its calls by its weight in the communicator; its number is the sum of these products. The
+        weights of all ranks of a communicator add up to 0. So equal hashes cancel in the sum over the ranks, modulo
+        :data:`MODULUS`. Different hashes do not cancel, except with a probability of 1 / MODULUS.
         """
         terms = self._terms.get(trace)
         if terms is None:

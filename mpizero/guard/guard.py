@@ -1,11 +1,11 @@
 """Supervise a process from the import of mpizero on, so that all ranks of a job end when one fails or leaves early.
 
 The supervision works under plain ``mpiexec python script.py``. The guard does not notice a call of ``os._exit``, which
-runs no exit handlers: then the launcher must notice that a rank has ended (Open MPI's does; MPICH's takes status 0 for
-success), so a program should mark success by a file. :class:`JobExit` handles errors and the end of the program,
-:class:`Guard` begins and ends the supervision, and :func:`current` returns the guard of the process.
-:class:`PythonHooks` and :class:`CExitHook` call the guard when an error or exit happens. A :class:`ProcessSetting` is a
-setting that several users of a process share.
+runs no exit handlers. Then the launcher must notice that a rank has ended: Open MPI's does, but MPICH's takes exit
+status 0 for success. So a program should show its success by a file that it writes at its end. :class:`JobExit` handles
+errors and the end of the program, :class:`Guard` begins and ends the supervision, and :func:`current` returns the guard
+of the process. :class:`PythonHooks` and :class:`CExitHook` call the guard when an error or exit happens. A
+:class:`ProcessSetting` is a setting that several users of a process share.
 
 [Note: one guard] ``sys.excepthook``, ``threading.excepthook`` and ``atexit`` belong to the process, as MPI does. So
 there is one guard per process: ``_GUARD``, the only module state of the package. The guard holds the data that the
@@ -162,7 +162,7 @@ class JobExit:
             self.end(mpi, self.with_prefix(format_error(error, trace), origin), code, delay)
 
     def on_exit_request(self, status: Any) -> None:
-        """Store the status that was passed to ``sys.exit``, and the number of collectives called before."""
+        """Store the status passed to ``sys.exit``, and the number of collectives begun on each communicator so far."""
         self._requested = (status, self.register.counts())
 
     def has_other_ranks(self) -> bool:
@@ -212,8 +212,8 @@ class JobExit:
 
         The lowest rank whose error is not a consequence of another rank's error prints its error. The ranks exchange
         their exit statuses on the communicator of the status group of all ranks. A rank that fails before it has made
-        any communicator uses COMM_WORLD, where a rank that makes its first communicator takes part by its first
-        operation.
+        any communicator uses COMM_WORLD. A rank that is making its first communicator takes part there, too, because
+        making a communicator begins with the same reduction (:func:`.range_of`).
         """
         second = isinstance(error, RemoteError | PeerFailure)
         self._exit_state = "failed"
@@ -369,7 +369,7 @@ class Guard(JobExit):
         self.verifies = "collectives" in self.debug
         #: Name of the launcher, for reports; "" without one.
         self.launcher = Launch.of(os.environ).name
-        #: Number of ranks of this node up to this one, per core, see [Note: shared cores].
+        #: Number of ranks of this node up to this one, per core, see [Note: shared cores] in comm/mpi.py.
         self.ranks_per_core = ranks_of_node(os.environ) / (os.cpu_count() or 1)
         self._c_exit_hook: CExitHook | None = None
         self._imported = self._keeps = self.shows_stacks = False
@@ -389,7 +389,7 @@ class Guard(JobExit):
         self._imported = True
 
     def install(self, *, keep: bool = False) -> None:
-        """Set hooks for errors and exit, and begin to write the status of this rank for others. Not collective.
+        """Set hooks for errors and exit, and begin to write this rank's status for the other ranks. Not collective.
 
         A second call only stores ``keep``. With ``keep`` the process stays supervised until its end, even without
         communicators; for processes that run only mpizero.
@@ -784,7 +784,9 @@ Value = TypeVar("Value")
 
 
 class ProcessSetting(Generic[Value]):
-    """Give a process-wide setting the value of its newest holder, and restore the original value after the last.
+    """Give a process-wide setting the value of its newest holder, and restore the original value after the last one.
+
+    A holder is a caller of :meth:`hold`, until it calls the function that the method has returned.
 
     Parameters
     ----------

@@ -2,9 +2,9 @@
 
 The thread is a :class:`Supervisor`, which runs the periodic checks of the process. The :class:`Heartbeat` writes the
 status of this rank to the status tables, several times a second. :class:`MismatchWatch` compares the calls of the ranks
-of a node. :class:`LinkWatch` tells when another host is silent. :func:`watch_arrival` ends the job if not all ranks
-join in making a communicator. :class:`EarlyExit` decides whether the other ranks can finish without a rank that has
-reached the end of its program. The last functions describe a call that does not return, for a report.
+of a node. :class:`LinkWatch` writes a message when another host is silent. :func:`watch_arrival` ends the job if not
+all ranks join in making a communicator. :class:`EarlyExit` decides whether the other ranks can finish without a rank
+that has reached the end of its program. The last functions describe a call that does not return, for a report.
 
 [Note: stopped time] The time in which a process is stopped (SIGSTOP, ``scontrol suspend``, a paused machine) must not
 count as waiting time, although the clock continues. If a job is suspended, its ranks stop and resume at slightly
@@ -81,7 +81,7 @@ class Supervisor:
 
     @property
     def tick(self) -> float:
-        """Seconds between two calls of a listener that has not returned a longer pause: the least of all listeners."""
+        """Seconds between two calls of a listener that returns no longer pause: the least ``tick`` of all listeners."""
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
@@ -232,7 +232,7 @@ class Heartbeat:
     """Write the status record of this rank periodically to its status tables, which other ranks read.
 
     A status record is a dictionary that a rank writes about itself. The function ``context`` returns further entries of
-    the record, such as the training step. The :class:`Supervisor` says when to write.
+    the record, such as the training step. The :class:`Supervisor` calls :meth:`look` periodically.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Heartbeat:
         return record | self.extra_entries | self._context()
 
     def _requested_records(self) -> dict[str, list[CallRecord]]:
-        """Return the last calls on each communicator for which a rank of the node has requested them, by its key."""
+        """Return the last calls on each communicator for which a rank of the node requests them, by the key of each."""
         requested = self.statuses.requested_keys()
         self._requested = [*requested, *(key for key in self._requested if key not in requested)][: len(requested) + 1]
         entries = filter(None, map(self.register.find, self._requested))
@@ -439,11 +439,11 @@ _HOSTS = 8
 
 
 class LinkWatch:
-    """Tell when another host is silent while this rank waits in a call, and when it answers again: once each.
+    """Write a message when another host becomes silent while this rank waits in a call, and when it answers again.
 
     A host is silent if no byte moves of the messages of this rank's node, and none of the host's status servers
-    answers, for ten seconds. So neither a slow link nor a host whose ranks compute is silent. Of a host that has never
-    answered, behind a firewall for example, nothing is told. Only the lowest rank of a status group watches. The
+    answers, for ten seconds. So neither a slow link nor a host whose ranks compute is silent. Nothing is written about
+    a host that has never answered, such as one behind a firewall. Only the lowest rank of a status group watches. The
     queries take up to a second, so :meth:`look` is called in a thread of its own.
 
     Parameters
@@ -462,7 +462,7 @@ class LinkWatch:
         self._asked: set[RemoteStatus] = set()
 
     def look(self, now: float) -> None:
-        """Ask the other hosts if there is reason to, and tell which have become silent or have answered again."""
+        """Ask the other hosts if there is reason to; write which have become silent, and which have answered again."""
         record, statuses = self._heartbeat.last_record, self._heartbeat.statuses
         call = max(record["calls"], key=lambda entry: float(entry[5]), default=None)
         transfers = [(t, s["age"]) for s in with_age(statuses.read()).values() for t in s.get("transfers", ())]
@@ -498,7 +498,7 @@ def hosts_text(ranks: Mapping[str, Sequence[int]], hosts: Iterable[str]) -> str:
 
 #: Default timeout in seconds, also that of a configuration.
 ARRIVAL_PATIENCE = 600.0
-#: What a rank that makes a communicator says about the end of the job: more than any rank that ends.
+#: Value that a rank gives to the reduction of :func:`agree_range` while it makes a communicator: above all exit values.
 JOINS = 2**62 + 1
 
 
@@ -526,7 +526,7 @@ def watch_arrival(
     timeout : float or None
         Seconds that the block may last; None for no limit.
     records : callable
-        Returns the known status records, by rank, with the record of this rank.
+        Returns the known status records by rank, that of this rank included.
     end : callable
         Ends the job; it is called with the report.
     """
@@ -657,7 +657,7 @@ class EarlyExit:
         return ""
 
     def _standstill(self, records: Mapping[int, StatusRecord]) -> str:
-        """Return a text on a rank that waits for a message which no rank can send any more; "" if none does.
+        """Return a text on a rank that waits for a message which no rank can send any more; "" without such a rank.
 
         No rank can send if all ranks of the waiting ranks' communicators wait for messages or have reached the end of
         their programs.

@@ -28,8 +28,8 @@ accepted from addresses that do not belong to the job, so that such connections 
 [Note: bytes of messages] The kernel counts the bytes that the other end of a TCP connection has acknowledged and those
 that have arrived, so a connection tells whether its link works even while a rank is inside MPI. Counted are only the
 connections of this process with other hosts of the job: traffic of other programs, file servers included, keeps no
-stuck job alive. Queries of status would, because ranks send them when a job is stuck; they are left out. Of messages
-that take no TCP connection of the process (InfiniBand, UDP) nothing is known.
+stuck job alive. Queries of status are not counted, because ranks send them when a job is stuck: they would keep it
+alive. Of messages that take no TCP connection of the process (InfiniBand, UDP) nothing is known.
 """
 
 from __future__ import annotations
@@ -385,7 +385,9 @@ class RemoteStatus:
                 self.close()
 
     def read(self) -> dict[int, StatusRecord]:
-        """Query one server of each other node; return the status records of that node's ranks, by rank. Not collective.
+        """Query one server of each other node, and return the status records of the ranks of these nodes, by rank.
+
+        Not collective. If the server of a node does not reply, the node's other server is queried.
 
         The time ``beat`` in the records is converted to this host's clock.
         """
@@ -434,7 +436,7 @@ class RemoteStatus:
             server.close()
 
     def message_bytes(self) -> dict[tuple[Any, Any], int]:
-        """Return the bytes so far on each TCP connection of this process with another host of the job, by its two ends.
+        """Return, by its two ends, the bytes so far on each TCP connection of this process to another host of the job.
 
         Not collective. See [Note: bytes of messages].
         """

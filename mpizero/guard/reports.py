@@ -70,7 +70,7 @@ def rank_ranges(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, str]:
-    """Return the ranks with each different text ("ranks 0-2"); ``texts`` are pairs (rank, text) in rank order."""
+    """Return, by text, which ranks have this text ("ranks 0-2"); ``texts`` are pairs (rank, text) in rank order."""
     by_text: dict[str, list[int]] = {}
     for rank, text in texts:
         by_text.setdefault(text, []).append(rank)

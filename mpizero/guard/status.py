@@ -102,9 +102,10 @@ class StatusTable:
         return None
 
     def write(self, record: StatusRecord) -> None:
-        """Replace this rank's status record; records of calls that do not fit are left out. Not collective.
+        """Replace this rank's status record; parts of it that do not fit are left out. Not collective.
 
-        One thread at a time may call this method.
+        The oldest records of calls are left out first, and then the marks of communicators made long ago. One thread at
+        a time may call this method.
         """
         data, progress = encode(record), list(record.get("marks", {}).items())
         while len(data) > _RECORD - _HEADER.size and "records" in record:  # the oldest calls
@@ -370,7 +371,10 @@ def innermost_line(frame: FrameType | None) -> list[Line]:
 
 
 def describe_stack(stack: Sequence[Line]) -> str:
-    """Return a stack as text: the innermost line of user code, and the innermost line outside mpizero's ``comm``."""
+    """Return a stack as text: its innermost line of user code, and its innermost line outside the supervision.
+
+    The supervision is the code of mpizero's packages ``comm`` and ``guard``.
+    """
     inner = next((line for line in stack if not line.file.startswith(_SUPERVISION_FOLDERS)), None)
     outer = next((line for line in stack if is_users(line.file)), None)
     lines = [outer] if inner is outer else [outer, inner]

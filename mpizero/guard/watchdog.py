@@ -15,8 +15,8 @@ watchdogs of the other ranks notice such a thread.
 [Note: bytes that move] A rank that waits for another rank's file transfer is not stuck as long as bytes are read or
 written, however slowly. So the timeout of a call begins again whenever any rank reads or writes bytes
 (:meth:`.CallTrace.transfer`), and whenever bytes of messages move between a rank of the call's communicator and another
-host ([Note: bytes of messages]). The messages of other ranks do not count: a part of the job that goes on must not hide
-that another part is stuck.
+host ([Note: bytes of messages] in guard/remote_status.py). The messages of other ranks do not count: a part of the job
+that goes on must not hide that another part is stuck.
 """
 
 from __future__ import annotations
@@ -191,7 +191,10 @@ class Watchdog:
     # ------------------------------------------------------------------ in the supervisor's thread
 
     def _look(self, now: float) -> float | None:
-        """End the job if a call lasts too long; if ranks are threads, return the seconds until a call can."""
+        """End the job if a call lasts too long.
+
+        If ranks are threads of this process, return the seconds until a call can last too long; else return None.
+        """
         if not self._running or self._guard.ending:
             return None
         if self._timer is not None and now - self._restarted > min(self._timeout, self._grace, 10.0) / 4:
@@ -356,7 +359,7 @@ class _Times(ctypes.Structure):
 
 @functools.cache
 def _stacks_to() -> ProcessSetting[TextIO | int]:
-    """Return the process-wide setting that names the file for stacks, which a signal of the timer writes."""
+    """Return the process-wide setting that names the file to which the timer's signal writes the stacks."""
 
     def register(file: TextIO | int) -> None:
         faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=True)

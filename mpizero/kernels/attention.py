@@ -1,7 +1,8 @@
 """Compute causal attention on the CPU, head by head and sample by sample, with the tiles of :mod:`.matmul`.
 
-Queries, keys and values are packed for the tiles directly from ``qkv``, without a copy in between. Tiles whose scores
-are all masked are skipped. The bits of a head's results do not depend on the other heads and samples.
+Queries, keys and values are packed for the tiles directly from ``qkv``, the array that holds them, without a copy in
+between. Tiles whose scores are all masked are skipped. The bits of a head's results do not depend on the other heads
+and samples.
 
 ``geometry`` holds, in this order: the numbers of heads, of positions and of features of a head; and the distances, in
 elements of ``qkv``, from queries to keys (and from keys to values), from one sample to the next, from one head to the
@@ -37,7 +38,8 @@ def causal_attention(
     """Write the attention of the heads ``start:stop`` to ``out`` (samples, length, heads, size).
 
     Heads are numbered over all samples. Their probabilities are written to ``probs`` (samples * heads, length, length);
-    if ``probs`` has room for one head only, each head overwrites the one before.
+    if ``probs`` has room for one head only, each head overwrites the one before. ``scale1`` has one element, the factor
+    on scores. ``geometry`` is described in the docstring of the module.
     """
     heads, length, size, kind = geometry[0], geometry[1], geometry[2], geometry[3]
     sample, head, row = geometry[4], geometry[5], geometry[6]
@@ -62,8 +64,8 @@ def causal_attention_backward(
     """Write the gradients of :func:`causal_attention` for the heads ``start:stop`` to ``dqkv``.
 
     ``dqkv`` is (samples, length, 3, heads, size), and ``dout`` the gradient of the output. If ``stored`` is 0,
-    ``probs`` has room for one head, and the probabilities are computed again, with the same bits. ``dscores`` is
-    temporary memory for one head's scores.
+    ``probs`` has room for one head, and the probabilities are computed again, with the bits that they had in the
+    forward pass. ``dscores`` is temporary memory for one head's scores.
     """
     heads, length, size, kind = geometry[0], geometry[1], geometry[2], geometry[3]
     sample, head, row = geometry[4], geometry[5], geometry[6]
@@ -91,7 +93,9 @@ def causal_scores(
     x: Any, x_at: Any, x_step: Any, y: Any, y_at: Any, y_step: Any, length: Any, size: Any, out: Any, out_at: Any,
     memory: Any,
 ) -> None:  # fmt: skip
-    """Write ``x[i] @ y[j]`` to element ``out_at + i * length + j`` of ``out`` for ``j <= i``, and some more pairs.
+    """Write ``x[i] @ y[j]`` to element ``out_at + i * length + j`` of ``out`` for all ``j <= i``.
+
+    Because whole tiles are computed, elements of some pairs with ``j > i`` are written, too.
 
     Row i of ``x`` consists of ``size`` elements, from index ``x_at + i * x_step`` on; row j of ``y`` likewise begins at
     index ``y_at + j * y_step``.
@@ -116,7 +120,8 @@ def causal_sums(
 
     Weight (i, j) is the element ``at + i * length + j`` of ``weights``; it is 0 for ``j > i``. With ``by_rows``, row i
     of ``out`` is the sum over j of weight (i, j) times row j of ``y``; otherwise row j of ``out`` is the sum over i of
-    weight (i, j) times row i of ``y``. Indices of rows of ``y`` and ``out`` are computed as in :func:`causal_scores`.
+    weight (i, j) times row i of ``y``. Row i of ``y`` begins at index ``y_at + i * y_step``, and row i of ``out`` at
+    index ``out_at + i * out_step``.
     """
     wide = tile_columns(weights.itemsize)
     panels = (size + wide - 1) // wide

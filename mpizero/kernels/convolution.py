@@ -1,18 +1,20 @@
 """Compute convolutions on the CPU without a matrix of columns, by the tiles of matrix products.
 
-All convolutions are made of two sums over *windows*. A window view is an array (samples, three axes of space, channels)
-of any strides: its element [s, i, j, k, 0] is the first that the window of output position (i, j, k) reads, and the
-*runs* are the distances from there at which ``length`` successive elements are read.
+All convolutions are made of two sums over *windows*. A view of windows is an array (samples, three axes of space, 1) of
+any strides: its element [s, i, j, k, 0] is the first element that the window of output position (i, j, k) reads. A
+window reads several *runs* of ``length`` successive elements each; the array ``runs`` holds the distance of each run
+from that first element.
 
 - :func:`window_products` writes, for each position, the product of the elements of its window and a matrix: the forward
   pass of a convolution, and the gradient of its input.
 - :func:`window_sums` writes the sum over all positions of the products of window elements and the elements of another
   array: the gradient of the weights.
 
-Each element of a product is one chain of fused multiply-adds over the window, each element of a sum one over the
-positions in ascending order. So its bits depend neither on the shape of the field nor on the part of it that is
-computed, and on the CPU as little as those of matrix products ([Note: equal bits] in :mod:`.matmul`). On a CPU without
-fused multiply-adds NumPy multiplies, window element by window element.
+Each element of a product is one chain of fused multiply-adds over the window. Each element of a sum is one such chain
+over the positions of each spatial tile, in ascending order; the chains of the tiles are added by the binary tree. So
+the bits of an element depend neither on the shape of the field nor on the part of it that is computed, and not on the
+CPU, as with matrix products ([Note: equal bits] in :mod:`.matmul`). On a CPU without fused multiply-adds NumPy
+multiplies, run by run.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ def line_products(
 ) -> None:  # fmt: skip
     """Compute ``width`` channels of the output at a line of ``rows`` positions, in tiles of a matrix product.
 
-    A tile may overlap the one before, to keep its height: some positions are computed twice, with the same bits.
+    So that all tiles have their full height, a tile may overlap the one before: some positions are computed twice, with
+    the same bits.
     """
     wide = packed.shape[2]
     narrow = wide < tile_columns(out.itemsize)
@@ -147,7 +150,7 @@ def line_products(
 
 
 def panel_columns(columns: int, itemsize: int) -> int:
-    """Return how many columns a tile of the product has: those of one vector register if they suffice, or of two.
+    """Return how many columns a tile of the product has: those of one vector register, or of two if one is too few.
 
     ``columns`` is how many columns the whole product has.
     """
@@ -170,8 +173,9 @@ def window_sums(x: Array, runs: Array, length: int, dy: Array, boxes: Array, out
     length : int
         Elements of a run.
     dy : Array
-        (samples, n1, n2, n3, channels), of any strides but for the last axis. After its last element there is memory
-        that can be read, for the columns of one tile of a matrix product: see :func:`with_margin`.
+        (samples, n1, n2, n3, channels), of any strides but for the last axis, which is contiguous. As many elements as
+        a tile of a matrix product has columns are read together, so there must be readable memory after the array's
+        last element: see :func:`with_margin`.
     boxes : Array
         Ranges of positions [start, stop) of each spatial tile on three axes: (tiles, 3, 2) integers, for 1, 2, 4, ...
         tiles.
@@ -233,7 +237,7 @@ def _boxes_at_once(nbytes: int, boxes: int) -> int:
 
 @kernel("void(const T[:,:,:,:,:], const T[:,:,:,:,:], const i8[:,:,::1], i8[::1], i8[::1])")
 def _lines(x: Array, dy: Array, boxes: Array, x_lines: Array, dy_lines: Array) -> None:
-    """Write the index in ``x``, and in ``dy``, at which each line begins: a box's positions along the last axis."""
+    """Write the index in ``x``, and in ``dy``, at which each line (a box's positions along the last axis) begins."""
     item, line = dy.itemsize, 0
     for box in range(boxes.shape[0]):
         a, b, c = boxes[box, 0, 0], boxes[box, 1, 0], boxes[box, 2, 0]
@@ -263,7 +267,8 @@ def _sums(
     tiles; the result is ``partial[0]``. As many units are computed together as ``stack`` has room for, from about
     ``near`` positions at a time, whose operands stay in the nearest cache meanwhile. ``packed`` gets the elements of
     ``dy`` at these positions: in ``dy`` they lie many channels apart, so that few of them fit into the cache. Where
-    lines are short, ``left`` gets the elements of ``x``, as one line.
+    lines (a tile's positions along the last axis) are short, and there are more than two panels of columns, ``left``
+    gets the elements of ``x`` at these positions, as one line.
     """
     high = HIGH * tile_columns(dy.itemsize) // wide
     columns, blocks = partial.shape[2], (length + high - 1) // high
@@ -324,7 +329,10 @@ def _sums(
 def write_rows(
     stack: Any, at: Any, partial: Any, depth: Any, row: Any, height: Any, block: Any, wide: Any
 ) -> None:  # fmt: skip
-    """Write the sums of ``height`` rows, blocks of ``wide`` columns in ``stack[0]``, to ``partial[depth]``."""
+    """Write ``height`` rows of sums, which ``stack[0]`` holds as blocks of ``wide`` columns, to ``partial[depth]``.
+
+    The first row is row ``row`` of ``partial[depth]``.
+    """
     columns, panel = partial.shape[2], 0
     while panel * wide < columns:
         for i in range(height):
@@ -339,7 +347,8 @@ def pack_panels(
 ) -> None:  # fmt: skip
     """Copy ``dy`` at ``count`` positions of each of ``lines`` lines to ``packed``, one panel after the other.
 
-    A panel holds ``wide`` channels of all these positions. ``places[i]`` gets the index at which line i begins in it.
+    A panel holds ``wide`` channels of all these positions. ``places[i]`` gets the index in a panel at which line i
+    begins.
     """
     step = dy.strides[3] // dy.itemsize
     for i in range(lines):
@@ -357,7 +366,10 @@ def pack_panels(
 def pack_rows(
     x: Any, at: Any, x_lines: Any, line: Any, lines: Any, count: Any, step: Any, left: Any, height: Any, high: Any
 ) -> None:  # fmt: skip
-    """Copy ``height`` elements of ``x`` at each position of ``lines`` lines to ``left``, ``high`` elements apart."""
+    """Copy ``height`` elements of ``x`` at each of the ``count`` positions of ``lines`` lines to ``left``.
+
+    In ``left``, each position has room for ``high`` elements.
+    """
     for i in range(lines):
         source, to = x_lines[line + i] + at, i * count * high
         for k in range(count):
@@ -411,7 +423,10 @@ def block_sums(
 
 
 def with_margin(dy: Array, groups: int = 1) -> Array:
-    """Return ``dy`` as a contiguous array, with memory after it that :func:`window_sums` of its groups may read."""
+    """Return ``dy`` as a contiguous array, followed in memory by elements that :func:`window_sums` may read.
+
+    :func:`window_sums` is called for each of ``groups`` equal ranges of the channels of ``dy``.
+    """
     wide = tile_columns(dy.itemsize)
     if dy.shape[-1] // groups % max(wide, 1) == 0:
         return np.ascontiguousarray(dy)
@@ -481,7 +496,10 @@ def _sums_by_numpy(x: Array, runs: Array, length: int, dy: Array, boxes: Array, 
 
 
 def merged(offsets: Sequence[Sequence[int]], steps: Sequence[int], channels: int) -> tuple[Array, int]:
-    """Return the runs of a window and their length; taps that lie side by side on the last axis make one run.
+    """Return the runs of a window and their length; if all taps of the last axis are neighbours, they make one run.
+
+    A tap is one position of the window, with its channels; neighbours follow one another in memory without a gap. A run
+    is a range of successive elements in memory, given by its distance from the window's first element.
 
     Parameters
     ----------

@@ -8,11 +8,11 @@ So the vectorized part and the rest of a loop round alike: a value depends neith
 the width of registers, nor on the CPU.
 
 ``T`` is the number's type, np.float32 or np.float64. Results are within 1 ulp (the largest error found is 0.89), with
-the special values of C's functions; domains that are smaller stand beside the functions.
+the special values of C's functions. The docstring of a function says where its domain is smaller.
 
 The coefficients are this project's minimax fits of the functions named beside them: in float32 by Lawson's iteration,
-weighted by the relative error of the result, in float64 by interpolation at Chebyshev nodes with 200 bits. They begin
-with that of the highest power.
+weighted by the relative error of the result, in float64 by interpolation at Chebyshev nodes with 200 bits. The
+coefficient of the highest power comes first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def polynomial(x: Any, c4: Any, c3: Any, c2: Any, c1: Any, c0: Any) -> Any:
 
 
 def constant(T: Any, single: Any, double: Any) -> Any:  # noqa: N803
-    """Return the constant of type ``T`` that belongs to it: ``single`` if it is np.float32."""
+    """Return a constant as a number of type ``T``: ``single`` if ``T`` is np.float32, otherwise ``double``."""
     return T(single if T is np.float32 else double)
 
 
@@ -91,7 +91,7 @@ def exp_parts_single(x: Any) -> Any:
 def exp_parts_double(x: Any) -> Any:
     """Return (y, h, l) with exp(x) = 2 h l (1 + y) and |y| < 0.42, for a float64 in [-750, 709.9].
 
-    ``l`` is 1, or 2**-64 where a power of two would be subnormal.
+    ``l`` is 1, or 2**-64 where ``h`` would otherwise be tiny or even subnormal.
     """
     shifted = x * _LOG2_E_64 + _ROUND_64
     n = shifted - _ROUND_64
@@ -118,7 +118,7 @@ def exp_single(x: Any) -> Any:
 
 
 def exp_double(x: Any) -> Any:
-    """Return exp(x) of a float64: infinity on overflow, subnormal numbers where they are, NaN for NaN."""
+    """Return exp(x) of a float64: infinity on overflow, subnormal numbers and then 0 on underflow, NaN for NaN."""
     above = _EXP_LOW_64 if x < _EXP_LOW_64 else x
     y, half, lowered = exp_parts_double(_EXP_HIGH_64 if above > _EXP_HIGH_64 else above)
     p = _ONE_64 + y
@@ -277,7 +277,7 @@ _SQUARE_HIGH_64, _SQUARE_LOW_64 = _doubles(19.739208698272705, 1.039060121595439
 
 
 def cos_sin_polynomials(z: Any, T: Any) -> Any:  # noqa: N803
-    """Return (c(z), s(z)): see the coefficients."""
+    """Return (c, s) for z = t**2 <= 1/64: cos(2 pi t) = 1 - 2 pi**2 z + z**2 c and sin(2 pi t) = 2 pi t + t z s."""
     if T is np.float32:
         w = np.float32(z)
         return T((_COS_C[0] * w + _COS_C[1]) * w + _COS_C[2]), T((_SIN_S[0] * w + _SIN_S[1]) * w + _SIN_S[2])

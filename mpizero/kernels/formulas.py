@@ -34,22 +34,22 @@ def name_kernel(kernel: Callable[..., Any], name: str, doc: str) -> None:
 
 
 def first_five(hyper: Any) -> Scalars:
-    """Return the first five scalars."""
+    """Return the first five scalars of ``hyper``."""
     return hyper[0], hyper[1], hyper[2], hyper[3], hyper[4]
 
 
 def first_six(hyper: Any) -> Scalars:
-    """Return the first six scalars."""
+    """Return the first six scalars of ``hyper``."""
     return *first_five(hyper), hyper[5]
 
 
 def first_seven(hyper: Any) -> Scalars:
-    """Return the first seven scalars."""
+    """Return the first seven scalars of ``hyper``."""
     return *first_six(hyper), hyper[6]
 
 
 def first_eight(hyper: Any) -> Scalars:
-    """Return the first eight scalars."""
+    """Return the first eight scalars of ``hyper``."""
     return *first_seven(hyper), hyper[7]
 
 
@@ -361,7 +361,7 @@ def gaussian_gradient(mean: Any, log_variance: Any, target: Any, lowest: Any, sc
     """Return ``scale`` times the gradients with respect to the mean and to the logarithm of the variance.
 
     Where ``log_variance`` is below ``lowest``, the second gradient is PyTorch's: the gradient with respect to the
-    limited variance, times the derivative of the variance itself.
+    limited variance, times the derivative of the variance, not limited, with respect to its logarithm.
     """
     s = lowest if log_variance < lowest else log_variance
     d, precision = mean - target, exponential(-s, T)

@@ -222,7 +222,7 @@ def copied(values: Array) -> Fill:
 
 
 def _neighbours(targets: Sequence[tuple[int, Array]]) -> Iterator[list[tuple[int, Array]]]:
-    """Yield ascending parts, (first element, host array), in groups that are read from the GPU together.
+    """Yield ascending parts, (index of first element, host array), in groups that are read from the GPU together.
 
     A new group begins where the gap between two parts has more than ``_NEAR`` elements.
     """

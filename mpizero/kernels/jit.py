@@ -20,14 +20,15 @@ Rules for kernels, each found by measuring:
 - Loops run from 0: with ``range(start, stop)`` numba must allow for negative indices, and nothing vectorizes.
 - Kernels neither allocate memory nor raise exceptions, because the object file must run without numba's run time.
   Temporary memory is the last parameter; ``scratch=`` gives its size, and callers do not pass it.
-- Array arguments are C-contiguous; those declared ``const`` may be read-only. Scalars are i8, u8, i4, u4, f8 or f4, and
-  results are void, bool, i8 or f8.
+- Array arguments are C-contiguous if their last axis is declared as ``::1``, and may have any strides if it is declared
+  as ``:``; those declared ``const`` may be read-only. Scalars are i8, u8, i4, u4, f8 or f4, and results are void, bool,
+  i8 or f8.
 
 [Note: no contraction] No compiler makes one fused multiply-add of a multiplication and an addition, or adds in another
-order than it is told: Numba marks no operation as ``contract`` or ``reassoc`` (that would be ``fastmath``), and LLVM's
-target machine fuses only what is marked, on every CPU. Kernels call no function of libm, of Intel's SVML or of another
-library: :func:`emit` refuses one that does. The only fused multiply-adds are those of
-:mod:`.matmul_tile`, which are written as such.
+order than the source says: Numba marks no operation as ``contract`` or ``reassoc`` (that would be ``fastmath``), and
+LLVM's target machine fuses only what is marked, on every CPU. Kernels call no function of libm but the square root,
+which IEEE 754 defines to the bit, and none of Intel's SVML or of another library: :func:`emit` refuses a kernel that
+does. The only fused multiply-adds are those that :mod:`.matmul_tile` asks for explicitly.
 
 Importing numba takes 0.4 s, and unpickling a cached kernel some 10 ms more. With eight ranks on two cores that is
 longer than the first training step. So numba is imported only to compile a kernel. :func:`emit` stores its machine code
@@ -218,13 +219,13 @@ class Kernel:
         return call
 
     def _entry(self, dtype: str) -> str:
-        """Return the name, unique in the process, of the entry function for a dtype ("f4" or "f8")."""
+        """Return the name, unique in the process, of the function that Python calls for a dtype ("f4" or "f8")."""
         module = self.__module__.removeprefix(PACKAGE)
         return f"{module}.{self.name}-{dtype}" + ("" if self._cached else f"-{id(self):x}")
 
     @property
     def _cached(self) -> bool:
-        """True if the kernel may be cached: if it is part of ``mpizero.kernels``, whose sources are the cache's key."""
+        """True if the kernel may be cached: it is in ``mpizero.kernels``, whose sources are part of the cache's key."""
         return self.__module__.startswith(PACKAGE)
 
     def _load(self, dtype: str) -> Callable[..., Any]:
@@ -372,9 +373,10 @@ def _folded(python: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any
 
 
 def _jit(python: Callable[..., Any], **options: Any) -> Any:
-    """Return numba's dispatcher of a function, which compiles it when it is called, or by its method ``compile``.
+    """Return numba's dispatcher of the function ``python``; a call of its method ``compile`` compiles the function.
 
-    The functions and kernels of ``mpizero.kernels`` that it calls are inlined. ``options`` are passed to numba.
+    The functions and kernels of ``mpizero.kernels`` that ``python`` calls are compiled with it, and inlined unless
+    :func:`apart` has decorated them. ``options`` are passed to numba.
     """
     import numba
 
@@ -390,9 +392,10 @@ def _inlined(helper: Callable[..., Any]) -> Any:
 
 
 def with_compiled_helpers(python: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Any]) -> Any:
-    """Return a copy of a function that calls ``wrap(f)`` instead of f, for functions and kernels of this package.
+    """Return a copy of a function that calls ``wrap(f)`` in place of each function f of ``mpizero.kernels``.
 
-    The package is ``mpizero.kernels``. An :class:`Intrinsic` is replaced by the result of its method ``compiled``.
+    In place of a kernel, the copy calls ``wrap`` of the kernel's Python function; in place of an :class:`Intrinsic`,
+    the result of its method ``compiled``.
     """
 
     def linked(helper: Any) -> Any:
@@ -524,7 +527,7 @@ def _blas_threads() -> Callable[[], int]:
 
 
 def threads_for(work: int, least: int) -> int:
-    """Return how many threads to use, such that each thread gets at least ``least`` of ``work``.
+    """Return how many threads to use for an amount ``work``, such that each thread gets at least the amount ``least``.
 
     The number is at most that of NumPy's BLAS, which ``ShardingConfig(threads=...)`` sets.
     """

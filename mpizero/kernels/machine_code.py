@@ -54,13 +54,14 @@ _CPU = "MPIZERO_CPU"
 def instruction_set() -> str:
     """Return the instruction set for which kernels are compiled: "avx512", "avx2" or "neon", "" if the CPU has none.
 
-    The environment variable ``MPIZERO_CPU`` names one that is not the best of this CPU. Bits do not depend on it. The
-    features are those that NumPy has found on the CPU itself: /proc/cpuinfo shows an emulator's program the machine's.
+    It is the best one of this CPU, unless the environment variable ``MPIZERO_CPU`` names another one that the CPU has.
+    The bits of results do not depend on it. NumPy has found the CPU's features by asking the CPU itself: to a program
+    in an emulator, /proc/cpuinfo shows the features of the real machine instead of those of the emulated CPU.
 
     Raises
     ------
     ConfigError
-        If ``MPIZERO_CPU`` names an instruction set that there is not, or not on this CPU.
+        If ``MPIZERO_CPU`` names an instruction set that is unknown, or that this CPU does not have.
     """
     found = getattr(sys.modules.get("numpy._core._multiarray_umath"), "__cpu_features__", {})
     present = [one for one, (names, _) in _SETS.items() if any(found.get(name) for name in names)]
@@ -85,7 +86,7 @@ def initialized_llvm() -> Any:
 
 
 def make_target_machine() -> Any:
-    """Make an LLVM target machine for the instruction set; every execution engine takes ownership of its own."""
+    """Make a new LLVM target machine for the instruction set: an execution engine takes ownership of its machine."""
     chosen = initialized_llvm().Target.from_default_triple()
     _, cpu = _SETS.get(instruction_set(), ((), "generic"))
     return chosen.create_target_machine(cpu=cpu, features="", opt=3, reloc="default", codemodel="jitdefault")
@@ -143,7 +144,7 @@ class Native:
     RuntimeError
         If array objects of this Python and NumPy have an unknown layout in memory.
     OSError
-        If the system lets no process write machine code.
+        If the system does not let a process run machine code that it has written to memory.
     """
 
     def __init__(self, name: str, code: bytes, entry: str) -> None:
@@ -172,7 +173,7 @@ def _check_layout() -> None:
 
 @functools.cache
 def _check_memory() -> None:
-    """Raise OSError if memory that was written cannot be made executable, because LLVM would abort the process."""
+    """Raise OSError if memory that was written cannot be made executable: LLVM would then abort the process."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = ctypes.addressof(buffer := ctypes.c_char.from_buffer(page))
     protect = ctypes.CDLL(None, use_errno=True).mprotect
@@ -201,7 +202,7 @@ def _load_object(code: bytes, entry: str) -> int:
 
 @functools.cache
 def _engine() -> Any:
-    """Return the LLVM engine that owns machine code; it is never freed, because a kernel may still be running."""
+    """Return the LLVM engine that owns all loaded machine code; it is never freed, as a kernel may still be running."""
     llvm, machine = initialized_llvm(), make_target_machine()
     return llvm.create_mcjit_compiler(llvm.parse_assembly(f'target triple = "{machine.triple}"'), machine)
 
@@ -401,9 +402,11 @@ def _private_root() -> Path:
 
 
 def _choose_folder(name: str) -> CacheFolder:
-    """Make the folder ``name`` where :func:`_wanted` says or, if it is unsafe or impossible, in :func:`_private_root`.
+    """Make the cache folder ``name`` in the folder of :func:`_wanted`, or else in that of :func:`_private_root`.
 
-    If ``MPIZERO_CACHE_DIR`` is set and the folder cannot be made there, raise OSError.
+    The second one is used if other users can write to the first one or to the cache folder in it, or if the cache
+    folder cannot be made or written there. If ``MPIZERO_CACHE_DIR`` is set and the cache folder cannot be made there,
+    raise OSError.
     """
     root, refused = _wanted(), None
     try:
@@ -432,10 +435,11 @@ def _version_file(package: str) -> bytes:
 
 @functools.cache
 def find_folder(cpu: str) -> CacheFolder:
-    """Find or make the cache folder for this version of the kernels and for a CPU; ``cpu`` is its name and features.
+    """Find or make the cache folder for this version of the kernels and for a processor.
 
-    If other users can write to the folder that should be used, another one is used, and one process of each node prints
-    a notice.
+    ``cpu`` is a text that identifies the processor: the result of :func:`cpu_identity`, or a text about a GPU. If other
+    users can write to the folder that should be used, another one is used, and one process of each node prints a
+    notice.
 
     Raises
     ------
@@ -464,12 +468,12 @@ def speaks() -> bool:
 
 
 def folder(cpu: str) -> Path:
-    """Return the path of the cache folder for this version of the kernels and for a CPU; make it if it is missing."""
+    """Return the path of the cache folder of :func:`find_folder`, which is made if it is missing."""
     return find_folder(cpu).path
 
 
 def interpreted() -> bool:
-    """Tell whether kernels run as plain Python (``NUMBA_DISABLE_JIT`` is set), for debugging and coverage."""
+    """Tell whether kernels run as plain Python (``NUMBA_DISABLE_JIT`` is set and not 0), for debugging and coverage."""
     return os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
 
 

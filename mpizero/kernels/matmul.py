@@ -56,8 +56,9 @@ _NUMPY_UFUNC = np.ndarray.__array_ufunc__
 def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], object] | None = None) -> Array:
     """Return ``a @ b`` of NumPy arrays, computed by the implementation that :func:`library` returns.
 
-    If ``out`` is given, the product is written to it, and ``out`` is returned. ``between`` is called between the parts
-    of a long product, if it is computed by this package's kernel: messages can then progress.
+    NumPy computes the products that this implementation cannot compute, and those that are too small for it. If ``out``
+    is given, the product is written to it, and ``out`` is returned. ``between`` is called after each part of a long
+    product, if this package's kernel computes the product: messages can then progress.
     """
     chosen = library()
     if chosen is None or a.ndim != 2 or b.ndim != 2 or (chosen.least and prod(a.shape) * b.shape[1] < chosen.least):
@@ -79,7 +80,7 @@ def matmul(a: Array, b: Array, out: Array | None = None, between: Callable[[], o
 
 
 def _by_numpy(chosen: KernelProducts | BlasLibrary | None, a: Array, b: Array, out: Array | None) -> Array:
-    """Multiply by NumPy; if all other products are computed by this package's kernel, count it and print a notice."""
+    """Multiply by NumPy; if this package's kernel computes all other products, count this one and print a notice."""
     if out is None and a.ndim == b.ndim == 2 and type(a) is type(b) is np.ndarray:  # a subclass makes its own result
         out = np.empty((a.shape[0], b.shape[1]), np.result_type(a, b))
     result: Array = np.matmul(a, b) if out is None else recording.call(np.matmul, a, b, out)
@@ -238,7 +239,7 @@ _LINE = 64
 
 @functools.lru_cache
 def memory_size(rows: int, depth: int, columns: int, itemsize: int) -> int:
-    """Return how many elements of temporary memory :func:`product` needs for a product with inner axis ``depth``."""
+    """Return how many elements of temporary memory :func:`product` needs; ``depth`` is the length of the inner axis."""
     terms, wide = min(depth, DEPTH), tile_columns(itemsize)
     panels = max(wide * terms, min(min(_MOST_PANELS, -(-columns // wide)) * wide * terms, _PANEL_BYTES // itemsize))
     return min(rows, _BLOCK // itemsize) * terms + panels + 2 * (VECTOR + _LINE) // itemsize
@@ -248,7 +249,7 @@ def memory_size(rows: int, depth: int, columns: int, itemsize: int) -> int:
 def product(a: Array, b: Array, c: Array, memory: Array) -> bool:
     """Write ``a @ b`` to ``c``; return False and do nothing if the strides of a matrix are not supported.
 
-    No axis has length 0. Rows or columns of ``a`` and ``b``, and rows of ``c``, must be contiguous. ``memory`` is
+    No axis may have length 0. Rows or columns of ``a`` and ``b``, and rows of ``c``, must be contiguous. ``memory`` is
     temporary memory of :func:`memory_size` elements.
     """
     item, wide = c.itemsize, tile_columns(c.itemsize)
@@ -302,18 +303,18 @@ def first_line(memory: Any, index: Any) -> Any:
 
 
 def nothing_ahead() -> Any:
-    """Return a plan of :func:`next_panels` that prefetches nothing."""
+    """Return a plan, of the form that :func:`next_panels` returns, by which tiles prefetch nothing."""
     return 0, 0, 1, -1, 0, 0
 
 
 def next_panels(at: Any, step: Any, by_rows: Any, panels: Any, terms: Any, item: Any) -> Any:
-    """Return a plan of six numbers by which tiles prefetch the panels after those at index ``at``.
+    """Return a plan of six numbers by which tiles prefetch panels of the right operand: those after index ``at``.
 
-    The plan consists of the index at which the first tile begins to prefetch, the distance from there to the next
-    tile's index, the number of tiles, and the arguments ``mask``, ``step`` and ``line`` of a tile. If rows are
-    contiguous, a tile prefetches all cache lines of some rows, since each row may lie in another page. If columns are
-    contiguous, a tile prefetches as many columns as a cache line has elements, and of each as much as the tile has
-    steps for.
+    A panel has as many columns as a tile. The plan consists of the index at which the first tile begins to prefetch,
+    the distance from there to the next tile's index, the number of tiles, and the arguments ``mask``, ``step`` and
+    ``line`` of a :class:`.SumsTile`. If rows of the operand are contiguous, a tile prefetches all cache lines of some
+    rows, since each row may lie in another page. If columns are contiguous, a tile prefetches as many columns as a
+    cache line has elements, and of each column as many elements as the loop of the tile has steps.
     """
     wide, line, steps = tile_columns(item), _LINE // item, terms // UNROLL
     if by_rows:
@@ -409,9 +410,9 @@ def pack_right(
 def pack_transposed(x: Any, at: Any, step: Any, count: Any, terms: Any, memory: Any, to: Any) -> Any:
     """Copy columns of ``count`` rows of ``terms`` elements, one after the other, to ``memory``; return how many.
 
-    Only as many columns are copied as fill whole vectors. ``count`` is the number of rows of a high tile, or of its
-    columns. The rows left over from whole vectors are copied first, as a whole vector; the other rows then overwrite
-    the excess.
+    Only as many columns are copied as fill whole vectors. ``count`` is the number of rows of a high tile, or the number
+    of columns of a tile. The rows left over from whole vectors are copied first, as a whole vector; the other rows then
+    overwrite the excess.
     """
     lanes = VECTOR // x.itemsize
     rest = count % lanes

@@ -33,7 +33,11 @@ _REGISTERS = {"avx512": (64, 12, 4, 1), "avx2": (32, 6, 4, 4), "neon": (16, 12, 
 
 @functools.cache
 def registers() -> tuple[int, int, int, int]:
-    """Return the entry of ``_REGISTERS`` for this CPU; zeros on a CPU without fused multiply-adds."""
+    """Return for this CPU, from ``_REGISTERS``: bytes of a vector register, rows of high and low tiles, loop positions.
+
+    The last number says how many positions of the inner axis one step of a tile's loop takes. On a CPU without fused
+    multiply-adds all four numbers are 0.
+    """
     return _REGISTERS.get(instruction_set(), (0, 0, 0, 0))
 
 
@@ -85,7 +89,7 @@ class SumsTile(Intrinsic):
 
     @staticmethod
     def _store(write: _Vectors, outputs: list[list[Any]], sums: list[list[Any]], columns: Any, first: Any) -> None:
-        """Write the branches that store the sums: without masks for whole tiles that overwrite, else with masks."""
+        """Write LLVM code that stores the sums: without masks if the tile is whole and overwrites, else with masks."""
         builder, across = write.builder, len(outputs[0])
         is_full = builder.and_(builder.icmp_signed("==", columns, write.number(across * write.lanes)), first)
         pairs = [(k, *pair) for row in zip(outputs, sums, strict=True) for k, pair in enumerate(zip(*row, strict=True))]
@@ -99,7 +103,7 @@ class SumsTile(Intrinsic):
                     write.add_masked(vector, pointer, masks[k], first)
 
     def _loop(self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...]) -> list[list[Any]]:
-        """Write the loops over the inner axis; return the sums by row and vector.
+        """Write LLVM code for the loops over the inner axis; return the sums by row and vector register.
 
         Steps of ``UNROLL`` positions prefetch one line each.
         """
@@ -116,14 +120,14 @@ class SumsTile(Intrinsic):
 
     @staticmethod
     def _prefetch(write: _Vectors, position: Any, memory: Any, mask: Any, step: Any, line: Any) -> None:
-        """Write the prefetch of a step at ``position``."""
+        """Write LLVM code that prefetches what the step of the loop at ``position`` has to prefetch."""
         builder = write.builder
         number = builder.udiv(position, write.number(UNROLL))
         near, far = builder.and_(number, mask), builder.and_(number, builder.not_(mask))
         write.prefetch(builder.gep(memory, [builder.add(builder.mul(near, step), builder.mul(far, line))]))
 
     def _terms(self, write: _Vectors, a: Any, b: Any, position: Any, sums: list[list[Any]]) -> list[list[Any]]:
-        """Write the additions of the terms of one position to the sums."""
+        """Write LLVM code that adds the terms of one position to the sums; return the new sums."""
         builder = write.builder
         right = builder.gep(b, [builder.mul(position, write.number(_ACROSS * write.lanes))])
         left = builder.gep(a, [builder.mul(position, write.number(self.rows))])
@@ -143,13 +147,13 @@ class RunsTile(Intrinsic):
     Calls are ``tile(a, a_at, b, b_at, a_runs, a_first, b_runs, b_first, runs, length, a_step, b_step, start, start_at,
     start_step, c, c_at, c_step, columns)``.
 
-    A run has ``length`` positions. Run r of the left operand begins at element ``a_at + a_runs[a_first + r]`` of ``a``,
-    that of the right one at ``b_at + b_runs[b_first + r]`` of ``b``. At position p, column j of the right operand is
-    the element ``p * b_step + j`` from there. Row i of the left one is the element ``p + i * a_step`` if ``along`` is
-    true (successive positions are neighbours in memory), else ``p * a_step + i`` (successive rows are). Each sum begins
-    with element ``start_at + i * start_step + j`` of ``start``; terms are added in ascending order, run after run. The
-    sum of row i and column j overwrites the element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``. Elements of
-    ``b`` and ``start`` are read for all columns of a tile.
+    There are ``runs`` runs of ``length`` positions each. Run r of the left operand begins at element ``a_at +
+    a_runs[a_first + r]`` of ``a``, that of the right one at ``b_at + b_runs[b_first + r]`` of ``b``. At position p,
+    column j of the right operand is the element ``p * b_step + j`` from there. Row i of the left one is the element ``p
+    + i * a_step`` if ``along`` is true (successive positions are neighbours in memory), else ``p * a_step + i``
+    (successive rows are). Each sum begins with element ``start_at + i * start_step + j`` of ``start``; terms are added
+    in ascending order, run after run. The sum of row i and column j overwrites the element ``c_at + i * c_step + j`` of
+    ``c`` for ``j < columns``. Elements of ``b`` and ``start`` are read for all columns of a tile.
     """
 
     arguments = 19
@@ -191,7 +195,7 @@ class RunsTile(Intrinsic):
     def _terms(
         self, write: _Vectors, lines: list[Any], right: Any, at: Any, a_step: Any, b_step: Any, sums: list[list[Any]]
     ) -> list[list[Any]]:
-        """Write the additions of the terms of one position to the sums."""
+        """Write LLVM code that adds the terms of one position to the sums; return the new sums."""
         builder = write.builder
         right = builder.gep(right, [builder.mul(at, b_step)])
         vectors = [write.load(builder.gep(right, [write.number(k * write.lanes)])) for k in range(self.across)]
@@ -211,10 +215,10 @@ class RunsTile(Intrinsic):
 class VectorTranspose(Intrinsic):
     """Copy a small block of a matrix, transposed: ``transpose(x, at, step, out, out_at, out_step)``.
 
-    The block has as many columns as a vector has elements, and as many rows; but if ``rows`` is not a multiple of the
-    number of elements, it has the remainder of this division as its number of rows. Element (i, p) of the block is the
-    element ``at + i * step + p`` of ``x``, and becomes the element ``out_at + p * out_step + i`` of ``out``. A whole
-    vector is stored for every p, in ascending order; its elements after the block's rows are 0.
+    The block has n columns, where n is the number of elements of a vector, and n rows; but if ``rows`` is not a
+    multiple of n, the block has ``rows`` modulo n rows. Element (i, p) of the block is the element ``at + i * step +
+    p`` of ``x``, and becomes the element ``out_at + p * out_step + i`` of ``out``. A whole vector is stored for every
+    p, in ascending order; its elements after the block's rows are 0.
     """
 
     arguments = 6
@@ -250,7 +254,7 @@ class VectorTranspose(Intrinsic):
 
 
 class VectorCopy(Intrinsic):
-    """Copy ``count`` elements, by default those of ``across`` vectors: ``copy(x, at, out, out_at)``."""
+    """Copy ``count`` elements, by default as many as ``across`` vectors have: ``copy(x, at, out, out_at)``."""
 
     arguments = 4
 

@@ -5,9 +5,9 @@ copy moves three bytes through memory where two are enough. libc's ``memcpy`` av
 (3/4 of the last-level cache: 190 MB on some machines). After this copy, the data is not in the cache, so use it for
 data that is not read soon.
 
-The kernels after it do little but read and write memory. An array that is both read and written is updated in place, as
-in mpizero's other kernels. The arithmetic is at most one addition per element, far less than what a core can do while
-it waits for the element.
+The kernels after :func:`copy_past_cache` do little but read and write memory. An array that is both read and written is
+updated in place, as in mpizero's other kernels. The arithmetic is at most one addition per element, far less than what
+a core can do while it waits for the element.
 """
 
 from __future__ import annotations

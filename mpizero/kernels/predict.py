@@ -140,7 +140,7 @@ def mlp(x: Any, rows: Any, widths: Any, activation: Any, params: Any, work: Any,
 
 @kernel("void(const i8[::1], i8, const i8[::1], const T[::1], const T[::1], T[::1], T[::1])")
 def gpt(ids: Any, length: Any, sizes: Any, scalars: Any, params: Any, work: Any, out: Any) -> None:
-    """Write the logits of a GPT for all positions of sequences of token ids to ``out`` (ids, vocabulary).
+    """Write the logits of a GPT for all positions of sequences of token ids to ``out`` (number of ids, vocabulary).
 
     ``ids`` holds the sequences one after the other, each of ``length`` tokens. ``sizes`` is [dim, layers, heads,
     vocabulary, sequence]: dim is the number of features, sequence the number of rows of the position embedding.

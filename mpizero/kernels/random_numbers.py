@@ -1,8 +1,8 @@
 """Compute random numbers, for CPU and GPU kernels.
 
-They come from the words of Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011). A word has 32 bits. Words are stored
-as uint64, so that products of two words do not overflow, in plain Python either. ``T`` is the type of the numbers,
-np.float32 or np.float64.
+The numbers are made of the words of Philox 4x32-10 (Salmon, Moraes, Dror, Shaw, SC 2011). A word has 32 bits. Words are
+stored as uint64, so that products of two words do not overflow, in plain Python either. ``T`` is the type of the
+numbers, np.float32 or np.float64.
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ ACTIVE: dict[int, Recording] = {}
 
 
 class Recording:
-    """Collect what this thread calls by :func:`call`, such as kernels, inside a ``with`` block, to repeat it.
+    """Collect the kernels that this thread calls, and its calls of :func:`call`, in a ``with`` block, to repeat them.
 
     Parameters
     ----------
     workspaces : dict
-        The temporary memory of :func:`temporary`, by dtype, which several recordings may share.
+        The arrays that :func:`temporary` returns parts of, by the dtype's character; several recordings may share them.
     run : Run
         What the recorded pass gets besides its input: step, seed, samples.
 
@@ -63,8 +63,8 @@ class Recording:
     def repeat(self, run: Run = EVALUATE) -> None:
         """Repeat all calls with the same arguments, the contents of whose arrays may have changed.
 
-        Only arguments of type :class:`~mpizero.types.Run`, such as dropout's, are replaced: by what they are in the
-        pass with ``run``.
+        Only arguments of type :class:`~mpizero.types.Run`, such as dropout's, are replaced: by those that the same
+        calls get in a pass with ``run``.
         """
         for index, position, recorded in self._runs:
             function, arguments = self.calls[index]
@@ -74,7 +74,10 @@ class Recording:
             function(*arguments)
 
     def memory(self, *others: Array) -> dict[int, int]:
-        """Return the bytes of each array that the calls use, by its ``id``; memory of ``others`` is left out."""
+        """Return the sizes in bytes of the arrays that own memory which the calls use, by the array's ``id``.
+
+        Arrays that own the memory of ``others`` are left out.
+        """
         excluded = {id(_owner(array)) for array in others}
         values = (value for _, arguments in self.calls for value in arguments if type(value) is np.ndarray)
         owners = {id(owner): owner.nbytes for owner in map(_owner, values)}
@@ -82,7 +85,7 @@ class Recording:
 
 
 def rebased_run(derived: Run, old: Run, new: Run) -> Run:
-    """Return what a layer makes of the Run ``new``, given ``derived``, which it made of ``old``."""
+    """Return the Run that a layer derives from the Run ``new``, given ``derived``, which it derived from ``old``."""
     first = new.first_sample + derived.first_sample - old.first_sample
     return replace(derived, seed=new.seed, step=new.step, epoch=new.epoch, first_sample=first)
 
@@ -112,8 +115,8 @@ class RecordedCall:
 
     [Note: proof of a recording] A recording that misses something that the function computes would give wrong numbers.
     So a recording is tried before it is used: the function and the recording both compute from numbers that the
-    recording has not seen, and all that they write must have the same bits. Otherwise the recording is not used. No
-    number is 0 there: at a learning rate of 0 a part that is missed might change nothing.
+    recording has not seen, and all that they write must have the same bits. Otherwise the recording is not used. None
+    of these numbers is 0: at a learning rate of 0, say, a missing part of the recording might change no result.
 
     Attributes
     ----------
@@ -141,8 +144,8 @@ class RecordedCall:
         function : callable
             Function whose kernels read ``scalars``, and besides them only arrays that ``operands`` determine.
         operands : tuple
-            Arrays, numbers and bytes on which ``function`` depends, as many in each call. Each different tuple of them
-            has a recording of its own, so there should be few.
+            Arrays, numbers and bytes on which ``function`` depends, as many in each call. Each different tuple has a
+            recording of its own, so there should be few different tuples.
         scalars : sequence of Array
             Small arrays whose contents differ from call to call.
         written : callable
@@ -228,7 +231,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def assign(out: Array, value: Any) -> None:
-    """Write ``value``, an array or a number, to ``out``; an active recording gets this call, if that is on the host."""
+    """Write an array or a number ``value`` to ``out``; an active recording gets this call if ``out`` is on the host."""
     if type(out) is np.ndarray:
         call(np.copyto, out, value, "unsafe")
     else:
@@ -238,7 +241,7 @@ def assign(out: Array, value: Any) -> None:
 def temporary(size: int, dtype: np.dtype[Any]) -> Array:
     """Return an array of undefined contents that only the next kernel uses.
 
-    While a recording is active, all such arrays share one memory, which stays in the cache.
+    While a recording is active, all such arrays of one dtype share the same memory, which stays in the cache.
     """
     if not ACTIVE or (recording := ACTIVE.get(get_ident())) is None:
         return np.empty(size, dtype)

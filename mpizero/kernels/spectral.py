@@ -8,9 +8,9 @@ applies the bases of three axes one after the other.
 - :func:`synthesize` adds up basis functions at each position: the adjoint of :func:`analyse`.
 - :func:`mode_products` multiplies many pairs of small matrices, one pair for each mode.
 
-All consist of products of matrices that are read where they lie, by :class:`mpizero.kernels.matmul_tile.RunsTile`. An
-element of a product is one chain of fused multiply-adds in ascending order, so its bits depend neither on the shape of
-the field nor on the part of it that is computed, nor on the CPU ([Note: equal bits] in :mod:`.matmul`). On a CPU
+All consist of products of matrices, which :class:`mpizero.kernels.matmul_tile.RunsTile` computes without packing them.
+An element of a product is one chain of fused multiply-adds in ascending order, so its bits depend neither on the shape
+of the field nor on the part of it that is computed, nor on the CPU ([Note: equal bits] in :mod:`.matmul`). On a CPU
 without fused multiply-adds NumPy multiplies.
 """
 
@@ -57,8 +57,9 @@ def _turns(cosines: Array, sines: Array) -> None:
 def axis_basis(period: int, modes: int, first: int, stop: int, last: bool, dtype: np.dtype[Any]) -> Array:
     """Return cosines and sines of the frequencies 0 to ``modes // 2`` at positions of an axis: (functions, positions).
 
-    All cosines come first; on the last axis of space each cosine is followed by the sine of its frequency. That of
-    frequency 0 is left out.
+    The positions are ``first:stop`` of an axis with ``period`` positions. All cosines come before all sines, but with
+    ``last`` (for the last axis of space) each cosine is followed by the sine of its frequency. The sine of frequency 0
+    is left out.
     """
     cosines, sines = turns(period)
     parts = np.outer(np.arange(modes // 2 + 1), np.arange(first, stop)) % period
@@ -248,9 +249,11 @@ def products(
 ) -> None:  # fmt: skip
     """Write the product of the matrices ``a`` and ``b`` to ``out``.
 
-    A matrix begins at index ``*_at`` of its array; its rows are ``*_step`` elements apart. Sums begin with the elements
-    of ``start``, or, if ``s_step`` is 0, those of each tile of the product with the same few, from ``s_at`` on.
-    ``none`` is [0]. A tile may overlap the one before: some rows are computed twice, with the same bits.
+    A matrix begins at index ``*_at`` of its array; its rows are ``*_step`` elements apart. The sum of an element of the
+    product begins with the element of the matrix ``start`` at the same place; or, if ``s_step`` is 0, the sums of every
+    tile begin with the same row of elements, from ``s_at`` on. ``none`` is [0]: each operand is one run, as
+    :class:`.RunsTile` calls it, with the distance 0. A tile may overlap the one before: some rows are computed twice,
+    with the same bits.
     """
     wide, left = tile_columns(out.itemsize), 0
     while left < columns:
@@ -297,7 +300,10 @@ _NONE = np.zeros(1, np.int64)
 
 
 def _in_parts(task: Callable[[slice], None], length: int, work: int) -> None:
-    """Call ``task`` with slices that divide ``length`` samples or modes, in threads if ``work`` is worth it."""
+    """Call ``task`` with slices that divide ``length`` samples or modes, in threads if there are many multiplications.
+
+    ``work`` is the number of multiplications.
+    """
     parts = min(length, jit.threads_for(work, _WORTH_A_THREAD))
     jit.run_tasks([functools.partial(task, part) for part in jit.parts_of(length, parts)], parts)
 

@@ -136,7 +136,7 @@ class Grains:
         return tuple(slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size))
 
     def assigned(self, part: int, parts: int) -> range:
-        """Return the indices of the grains of worker ``part`` (from 0) of ``parts``, a :class:`.Partition` shard."""
+        """Return the indices of the grains of worker ``part``, from 0, of ``parts``: one :class:`.Partition` shard."""
         shard = Partition(self.count, parts).shard(part)
         return range(shard.start, shard.stop)
 

@@ -40,7 +40,10 @@ def bounds(extent: int, tiles: int) -> list[int]:
 
 
 def morton(coordinates: Sequence[int], tiles: int) -> int:
-    """Return the index of the tile with the given coordinates, where each axis has ``tiles`` tiles, a power of two."""
+    """Return the index in Morton order of the tile with the given coordinates; each axis has ``tiles`` tiles.
+
+    ``tiles`` is a power of two.
+    """
     number = 0
     for bit in reversed(range(tiles.bit_length() - 1)):
         for at in coordinates:
@@ -83,11 +86,11 @@ class AxisPiece(NamedTuple):
     Attributes
     ----------
     part : int
-        The part that has them.
+        The part that has these positions.
     source : tuple of int
-        The first position and the step (1 or -1) in the part's own positions.
+        Index of the piece's first position among the positions of that part, and the step to the next one, 1 or -1.
     target : int
-        The first of the wanted positions, counted from the first one that is wanted.
+        Index of the piece's first position among all wanted positions.
     length : int
         Number of positions.
     """
@@ -99,9 +102,10 @@ class AxisPiece(NamedTuple):
 
 
 def inside(position: int, extent: int, mode: str) -> int | None:
-    """Return the position of an axis whose value stands at ``position``, which may lie outside; None for a zero.
+    """Return which position of an axis holds the value for ``position``, which may be outside; None if it is zero.
 
-    ``mode`` says what surrounds the axis: "periodic" or "reflect" its own values, anything else zeros.
+    ``mode`` says which values surround the axis: with "periodic" its own ones, repeated; with "reflect" its own ones,
+    in reverse order; with anything else zeros.
     """
     if 0 <= position < extent:
         return position
@@ -114,7 +118,7 @@ def inside(position: int, extent: int, mode: str) -> int | None:
 
 @lru_cache(maxsize=4096)
 def axis_pieces(starts: tuple[int, ...], low: int, high: int, mode: str) -> tuple[AxisPiece, ...]:
-    """Return which part of an axis has which of the positions ``low`` to ``high``; parts begin at ``starts``.
+    """Return which part of an axis has which of the positions ``low:high``; the parts begin at ``starts``.
 
     The last number of ``starts`` is the extent of the axis. Positions outside of the axis have the values that ``mode``
     says (:func:`inside`); positions whose value is zero are in no piece.
@@ -150,7 +154,7 @@ class Cut:
     Raises
     ------
     GridError
-        If an axis has more parts than tiles.
+        If there are not one to three axes, or if an axis has no part, or more parts than tiles.
 
     Examples
     --------
@@ -165,7 +169,7 @@ class Cut:
     parts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Raise :class:`GridError` if an axis has more parts than tiles."""
+        """Raise :class:`GridError` if the number of axes, or the number of parts of an axis, is not allowed."""
         if len(self.parts) not in TILES or any(not 1 <= n <= TILES[len(self.parts)] for n in self.parts):
             allowed = ", ".join(f"{tiles} with {axes}" for axes, tiles in TILES.items())
             raise GridError(

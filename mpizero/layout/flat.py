@@ -237,8 +237,8 @@ def owners_by_cost(costs: Sequence[int], parts: int) -> tuple[int, ...]:
     """Assign items to ``parts`` owners so that the owners' total costs are about equal; return each item's owner.
 
     Items are assigned in descending order of cost, each to the owner with the least total cost so far (the rule of the
-    longest processing time, Graham 1969); ties go to the first item and the first owner. No owner gets more than 4/3 of
-    the largest cost in the best division.
+    longest processing time, Graham 1969); ties go to the first item and the first owner. No owner's total cost is more
+    than 4/3 of the largest total cost in the best assignment.
     """
     owners, loads = [0] * len(costs), [(0, owner) for owner in range(parts)]
     for thing in sorted(range(len(costs)), key=lambda thing: -costs[thing]):
@@ -314,7 +314,7 @@ class FlatLayout:
 
     @cached_property
     def by_name(self) -> dict[str, ParameterUse]:
-        """For every parameter, by global name, its first use; a tied parameter has more than one."""
+        """For every parameter, by global name, its first use; a tied parameter has more uses than this one."""
         return {entry.spec.name: entry for entry in self.parameters}
 
     @cached_property

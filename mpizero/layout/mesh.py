@@ -1,8 +1,7 @@
 """Compute the coordinates of ranks in the grid pipeline x tensor x data x context, and the process groups of the grid.
 
 :class:`Axes` numbers the ranks. The functions of the module tell which ranks form a group, and which groups lie within
-nodes. Class and functions compute from integers alone, without MPI, and so work for jobs that have not been started
-too.
+nodes. All of them compute from integers alone, without MPI, so they also work for jobs that have not been started.
 """
 
 from __future__ import annotations
@@ -346,7 +345,7 @@ class NodeOrder:
 
     @property
     def held_ranks(self) -> tuple[int, ...]:
-        """The data ranks whose shards of parameters this node keeps: those of its own ranks, and copies of others."""
+        """The data ranks whose shards of parameters this node keeps: :meth:`replicas_of` each of the node's ranks."""
         return tuple(other for rank in self.node_ranks for other in self.replicas_of(rank))
 
     @property
@@ -397,8 +396,9 @@ def inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> bool:
 def order_inside_nodes(axes: Axes, name: str, hosts: Sequence[int]) -> str:
     """Return an order of the axes with which each group of the axis ``name`` lies on one node; "" if none is needed.
 
-    "" also where no other place of the axis in the order helps: the last one if ranks are numbered node after node,
-    the first one if in turns. ``hosts`` holds, for every rank of the world, the number of its node.
+    "" is returned too if no other place of the axis in the order helps. (The last place can help if ranks are numbered
+    node after node, the first place if successive ranks are on different nodes.) ``hosts`` holds, for every rank of the
+    world, the number of its node.
     """
     if getattr(axes, name) == 1 or inside_nodes(axes, name, hosts):
         return ""
@@ -428,8 +428,8 @@ def shard_groups(
     Return a dictionary: the key is a data group (its ranks in the world), the value has one tuple for each group of
     nodes, with the indices of these nodes among the nodes of the data group. If ranks share no memory, each rank counts
     as a node in the result, but not in ``shard_nodes``. There is one group with all nodes if ``shard_nodes`` is None,
-    or not less than the number of nodes. The first nodes of all groups hold the same parameters, the second ones, and
-    so on.
+    or not less than the number of nodes. The first nodes of all groups hold the same parameters, and so do the second
+    nodes of all groups, and so on.
 
     Parameters
     ----------
@@ -472,9 +472,9 @@ def shard_groups(
 
 
 def by_node(hosts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return, for every node, the indices of ``hosts`` that hold its number.
+    """Return, for every node, the indices of ``hosts`` at which the node's number stands: its ranks.
 
-    ``hosts`` holds the index of each rank's node. Nodes come in the order in which their indices first appear.
+    ``hosts`` holds the number of each rank's node. Nodes come in the order in which their numbers first appear.
     """
     nodes: dict[int, list[int]] = {}
     for index, host in enumerate(hosts):

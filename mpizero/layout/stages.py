@@ -57,11 +57,11 @@ def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[in
     """Cut items into contiguous non-empty chunks, of which a stage can have several, such that stages are balanced.
 
     With one chunk per stage the result is that of :func:`balanced_cuts`. With several chunks per stage, the most
-    expensive stage is made as cheap as possible. Of several equal ways to cut, the one with the least sum of the
-    squared costs of the stages is taken; if there are still several, the one whose most expensive chunk is the
-    cheapest. If there are at most ``EXHAUSTIVE`` ways to cut, all are compared. If there are more, the search starts
-    from the result of :func:`balanced_cuts` and moves one or two cuts by one item as long as the result gets better; it
-    may then miss the best one. Every process finds the same cuts.
+    expensive stage is made as cheap as possible. Of several ways to cut with an equally cheap most expensive stage, the
+    one with the least sum of the squared costs of the stages is taken; if there are still several, the one whose most
+    expensive chunk is the cheapest. If there are at most ``EXHAUSTIVE`` ways to cut, all are compared. If there are
+    more, the search starts from the result of :func:`balanced_cuts` and moves one or two cuts by one item as long as
+    the result gets better; it may then miss the best one. Every process finds the same cuts.
 
     Parameters
     ----------

@@ -58,8 +58,8 @@ class Leaves:
     """Say which leaf of the tree each part of a grain is, where grains are computed in several parts.
 
     Part i, counted over all grains, is part ``i % parts`` of grain ``i // parts``. Each grain has a subtree of its own,
-    with the next power of two of leaves, of which the last may be missing. So the parts of a grain are added first, and
-    grains are added in the same order, however many parts they have.
+    with as many leaves as the least power of two that is not below ``parts``; the last of these leaves may be missing.
+    So the parts of a grain are added first, and grains are added in the same order, however many parts they have.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Leaves:
 
     @cached_property
     def end(self) -> int:
-        """The index after the last leaf's."""
+        """The index after that of the last leaf."""
         return self.number(self.count - 1) + 1 if self.count else 0
 
     def missing(self, leaf: int) -> bool:
@@ -138,7 +138,7 @@ def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int | Leaves) -> tup
 
 
 def evaluate(program: Program, values: Sequence[float] | Array) -> float:
-    """Return the sum that a tree program computes if row v is the number ``values[v]``. An empty one gives 0."""
+    """Return the sum that a tree program computes if row v is the number ``values[v]``; an empty program gives 0."""
     stack: list[float] = []
     for v in program:
         if v >= 0:
@@ -162,7 +162,7 @@ class FoldStep(NamedTuple):
     """Describe one step of a :class:`FoldPlan`: a rank computes a grain, then adds the gradient to stored partial sums.
 
     A row is an array that holds a gradient or a partial sum. The gradient of grain ``grain`` is written to row ``row``,
-    or to no row if that is None. The gradient is then added to row ``targets[0]``, the resulting sum to row
+    or to no row if ``row`` is None. The gradient is then added to row ``targets[0]``, the resulting sum to row
     ``targets[1]``, and so on.
     """
 
@@ -364,7 +364,7 @@ def _cut(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
 def _sent(
     groups: Iterable[Iterable[tuple[TreeNode, Program]]], total: int | Leaves
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]]]:
-    """Return the programs by which each group sums its nodes, and the nodes sent by all groups with their rows."""
+    """Return the programs by which each group sums its nodes, and the nodes that all groups send, with their rows."""
     sums = [merge(nodes, total) for nodes in groups]
     programs = tuple(tuple(program for _, program in group) for group in sums)
     return programs, [(node, (row,)) for row, (node, _) in enumerate(chain.from_iterable(sums))]

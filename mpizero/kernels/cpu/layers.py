@@ -10,9 +10,9 @@ In layer and root-mean-square normalization, rows are samples or positions of se
 computed in two passes, first the mean and then the mean square of the differences from it. So the variance loses no
 digits by cancellation.
 
-Activation functions, bias additions and column sums follow. Their kernels write the results of 256 elements to a
-temporary array and then copy them to the output. So an output may be one of the inputs, and LLVM still vectorizes the
-loops, since the arrays in a loop never overlap. The temporary array stays in the first-level cache.
+Activation functions, bias additions and column sums follow. The kernels of the first two write the results of 256
+elements to a temporary array and then copy them to the output. So an output may be one of the inputs, and LLVM still
+vectorizes the loops, since the arrays in a loop never overlap. The temporary array stays in the first-level cache.
 
 :func:`pack` and the kernels after it copy ranges of arrays, convert to and from 16-bit formats, and scale. Numbers of
 16 bits are stored as uint16, because NumPy has no bfloat16. :func:`gather` looks up rows of an embedding table by their
@@ -433,7 +433,7 @@ def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
     """Copy ranges of columns of ``matrix`` to matrices with fewer columns, stored one after the other in ``parts``.
 
     Row k of ``ranges`` is (start, size, position, width): ``size`` columns, from column ``start`` on, are copied to a
-    matrix of ``width`` columns; their first element in row 0 is copied to ``parts[position]``.
+    matrix of ``width`` columns. The first of these columns begins at ``parts[position]`` with its element in row 0.
     """
     for r in range(matrix.shape[0]):
         for k in range(ranges.shape[0]):

@@ -191,7 +191,7 @@ def absolute_error_backward(prediction: Array, target: Array, scale1: Array, dpr
 
 @kernel("void(const T[::1], const T[::1], const T[::1], f8[::1])")
 def huber(prediction: Array, target: Array, delta1: Array, losses: Array) -> None:
-    """Write the Huber loss of each element to ``losses``; ``delta1[0]`` is the error above which it is linear."""
+    """Write the Huber loss of each element to ``losses``; above the error ``delta1[0]`` the loss is linear."""
     for i in range(prediction.size):
         losses[i] = huber_value(prediction[i], target[i], delta1[0])
 

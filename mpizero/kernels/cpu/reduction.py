@@ -210,7 +210,7 @@ def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> 
 def add_eight(
     a: Array, b: Array, c: Array, d: Array, e: Array, f: Array, g: Array, h: Array, start: int, out: Array
 ) -> None:
-    """Write the elementwise sum of eight matrices, from column ``start`` on, to ``out``: pairs, pairs of these, ..."""
+    """Write the elementwise sum of eight matrices, from column ``start`` on, to ``out``, added as a binary tree."""
     for r in range(out.shape[0]):
         to = out[r]
         aa, bb = a[r, start : start + to.size], b[r, start : start + to.size]

@@ -139,14 +139,15 @@ def _round(x: Array) -> None:
 
 
 def _adds_last(program: Array) -> bool:
-    """Tell whether a sum's last instruction is an addition, which the loop that updates the parameters then does."""
+    """Tell whether a program ends with an addition, which is then left to the loop that uses the sum."""
     return program.size > 1 and program[program.size - 1] != ROUND
 
 
 def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
-    """Execute a tree program on ``count`` columns, without its last addition (or only push); the stack is ``scratch``.
+    """Execute a program on ``count`` columns, but leave out its last addition, or its only instruction, a push.
 
-    A push and the addition that directly follows it are done in one loop.
+    Programs are described in the docstring of the module. ``scratch`` holds the stack. A push and the addition that
+    directly follows it are done in one loop.
     """
     last, step, top = program.size - 1, 0, -1
     if program[last] == ROUND:
@@ -175,7 +176,7 @@ def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
 
 
 def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the left operand of the sum's last addition; without one, of the whole sum."""
+    """Return ``count`` elements of the left operand of the sum's last addition; if there is none, of the whole sum."""
     if program.size <= 2:
         return _row(rows_a, first_a, rows_b, first_b, program[0], count)
     return _level(scratch, 0, count)
@@ -212,8 +213,8 @@ def tree_sum(
 
     ``program`` is a list of integers for a stack machine; the docstring of the module defines them. Row v of the
     program is row v of ``rows_a`` if v < len(rows_a), otherwise row v - len(rows_a) of ``rows_b``. Element i of ``out``
-    is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may be a part of a
-    row if its element i is in the column from which it is computed.
+    is computed from columns ``first_a + i`` of ``rows_a`` and ``first_b + i`` of ``rows_b``. ``out`` may be a part of
+    one of these rows if element i of ``out`` is in the column of the row from which it is computed.
     """
     by, both = divisor[0], _adds_last(program)
     for block in range(start, stop, BLOCK):
@@ -268,7 +269,7 @@ def _tree_kernel(arrays: str) -> Callable[[Callable[..., None]], Kernel]:
 
 @_tree_kernel("T[::1]")
 def sgd_tree(total: Any, w: Array, hyper: Array, start: int, stop: int) -> None:
-    """Sum and divide rows of gradients, then update ``w[start:stop]`` as ``sgd`` does."""
+    """Sum rows of gradients, divide the sum, and then update ``w[start:stop]`` as ``sgd`` does."""
     lr, decay = hyper[0], hyper[1]
     w = w[start:stop]
     for i in range(w.size):
@@ -281,7 +282,7 @@ def _both_kernels(
     """Make the two kernels of an optimizer's formula from their Python functions; the formula gives their names.
 
     Both kernels update the arrays in place; ``hyper`` holds the formula's scalars in the order in which the formula
-    unpacks them. The second kernel sums and divides rows of gradients first.
+    unpacks them. The second kernel first sums rows of gradients and divides the sum, and updates by the result.
     """
     doc = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
     formulas.name_kernel(update, formula.__name__, doc)
@@ -337,7 +338,7 @@ lion, lion_tree = _one_state_kernels(formulas.lion, formulas.first_seven)
 def lamb_direction_tree(
     total: Any, w: Array, u: Array, m: Array, v: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
+    """Sum rows of gradients and divide the sum as ``tree_sum`` does, then write LAMB's direction to ``u``.
 
     The bits are the same as with ``tree_sum`` into ``u`` and then :func:`lamb_direction`. ``hyper`` holds the scalars
     of :func:`lamb_direction`. The decorator replaces ``total`` by the arguments ``rows``, ``first``, ``program`` and

@@ -4,9 +4,9 @@ Each block of threads computes one query. :func:`causal_softmax` takes whole row
 softmax tile by tile (:func:`running_softmax`, :func:`known_softmax`).
 
 A tile holds the scores of some queries of this rank and some keys: (samples, heads, queries, keys). Numbers of a query,
-such as its maximum and its sum, are in arrays (samples, length, heads) for all queries of this rank; the first query of
-the tile has index ``start`` in them. Query i of the tile sees the tile's keys 0 to i + ``offset``: no key if that is
-negative, all keys if it is large.
+such as the maximum and the sum of its scores, are in arrays (samples, length, heads) for all queries of this rank; the
+first query of the tile has index ``start`` in them. Query i of the tile sees the tile's keys 0 to i + ``offset``: no
+key if this sum is negative, all keys if it is at least the index of the last key.
 """
 
 from __future__ import annotations

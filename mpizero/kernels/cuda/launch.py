@@ -50,7 +50,7 @@ from mpizero.kernels.jit import DTYPES, PACKAGE, Signature, numba_type, with_com
 
 
 def compiled_on_call(python: Callable[..., Any]) -> Any:
-    """Return numba's dispatcher of a kernel, which compiles it at the first call with each type of arguments."""
+    """Return numba's dispatcher of the kernel ``python``: the first call with arguments of new types compiles it."""
     with _row_stack():
         importlib.import_module("numba.cuda.np.arrayobj")
     dispatcher: Any = compiler.jit(python, lto=False)
@@ -67,8 +67,8 @@ def compiled_on_call(python: Callable[..., Any]) -> Any:
 def load_or_compile(dispatcher: Any, arguments: tuple[Any, ...], file_name: str) -> None:
     """Give a dispatcher the machine code for arguments of these types, from the cache or newly compiled.
 
-    numba's own cache would not see that a formula in another file has changed, and each rank would compile for itself.
-    ``file_name`` is the name of the kernel's file in the cache without its ending.
+    numba's own cache is not used: it would not notice that a formula in another file has changed, and each rank would
+    compile for itself. ``file_name`` is the name of the kernel's file in the cache without its ending.
     """
     import numba_cuda
     from numba.cuda.dispatcher import _Kernel

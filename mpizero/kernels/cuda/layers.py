@@ -315,7 +315,7 @@ def split_columns(matrix: Array, ranges: Array, parts: Array) -> None:
     """Copy ranges of columns of ``matrix`` to matrices with fewer columns, stored one after the other in ``parts``.
 
     Row k of ``ranges`` is (start, size, place, width): ``size`` columns, from column ``start`` on, are copied to a
-    matrix of ``width`` columns; their first element in row 0 is copied to ``parts[place]``.
+    matrix of ``width`` columns. The first of these columns begins at ``parts[place]`` with its element in row 0.
     """
     for k in range(ranges.shape[0]):
         start, size, first, width = ranges[k, 0], ranges[k, 1], ranges[k, 2], ranges[k, 3]

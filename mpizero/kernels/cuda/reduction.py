@@ -202,7 +202,7 @@ def add_four(a: Array, b: Array, c: Array, d: Array, start: int, out: Array) -> 
 def add_eight(
     a: Array, b: Array, c: Array, d: Array, e: Array, f: Array, g: Array, h: Array, start: int, out: Array
 ) -> None:
-    """Write the elementwise sum of eight matrices, from column ``start`` on, to ``out``: pairs, pairs of these, ..."""
+    """Write the elementwise sum of eight matrices, from column ``start`` on, to ``out``, added as a binary tree."""
     columns = out.shape[1]
     for index in range(cuda.grid(1), out.size, cuda.gridsize(1)):
         r, i = index // columns, index % columns

@@ -93,7 +93,10 @@ def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
 
 
 def _fold(rows_a: Array, a: int, rows_b: Array, b: int, program: Array, stack: Array) -> Any:
-    """Execute the tree program on column a of ``rows_a``, followed by column b of ``rows_b``; return the sum."""
+    """Execute a program on column a of ``rows_a``, continued by column b of ``rows_b``; return the sum.
+
+    Programs are described in the docstring of ``kernels/cpu/update.py``.
+    """
     top = -1
     for step in range(program.size):
         code = program[step]
@@ -136,7 +139,7 @@ def tree_sum(
 def sgd_tree(
     rows: Array, first: int, program: Array, divisor: Array, w: Array, hyper: Array, start: int, stop: int
 ) -> None:
-    """Sum and divide rows of gradients, then update ``w[start:stop]`` as ``sgd`` does."""
+    """Sum rows of gradients, divide the sum, and then update ``w[start:stop]`` as ``sgd`` does."""
     stack = cuda.local.array(DEPTH, w.dtype)
     by = divisor[0]
     lr, decay = hyper[0], hyper[1]
@@ -151,7 +154,7 @@ def _both_kernels(
     """Make the two kernels of an optimizer's formula from their Python functions; the formula gives their names.
 
     Both kernels update the arrays in place; ``hyper`` holds the formula's scalars in the order in which the formula
-    unpacks them. The second kernel sums and divides rows of gradients first.
+    unpacks them. The second kernel first sums rows of gradients and divides the sum, and updates by the result.
     """
     doc = f"Update parameters in place as ``formulas.{formula.__name__}`` says."
     formulas.name_kernel(update, formula.__name__, doc)
@@ -235,7 +238,7 @@ def lamb_direction_tree(
     start: int,
     stop: int,
 ) -> None:
-    """Sum and divide rows of gradients as ``tree_sum`` does, then write LAMB's direction to ``u``.
+    """Sum rows of gradients and divide the sum as ``tree_sum`` does, then write LAMB's direction to ``u``.
 
     The bits are the same as with ``tree_sum`` into ``u`` and then :func:`lamb_direction`. ``hyper`` holds the scalars
     of :func:`lamb_direction`.
