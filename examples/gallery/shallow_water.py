@@ -99,7 +99,8 @@ def windows(series: Array, steps: int) -> tuple[Array, Array]:
     """Return all states that ``steps`` others follow, and these, one after the other on the last axis."""
     count = len(series) - steps
     after = np.concatenate([series[k : k + count] for k in range(1, steps + 1)], axis=-1)
-    return (one.reshape(-1, *one.shape[2:]).astype(np.float32) for one in (series[:count], after))
+    x, y = (one.reshape(-1, *one.shape[2:]).astype(np.float32) for one in (series[:count], after))
+    return x, y
 
 
 @dataclass(frozen=True)

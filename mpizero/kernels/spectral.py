@@ -17,7 +17,7 @@ without fused multiply-adds NumPy multiplies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,14 @@ def axis_basis(period: int, modes: int, first: int, stop: int, last: bool, dtype
     functions = np.delete(pairs, 1 if last else modes // 2 + 1, axis=0).astype(dtype)
     functions.setflags(write=False)
     return functions
+
+
+def field_bases(periods: Sequence[int], modes: Sequence[int], box: Sequence[slice], dtype: np.dtype[Any]) -> Bases:
+    """Return the bases of the axes of a field, at the positions ``box``; by axis its period and its modes."""
+    rows = enumerate(zip(periods, modes, box, strict=True), start=1)
+    found = [axis_basis(n, k, part.start, part.stop, axis == len(modes), dtype) for axis, (n, k, part) in rows]
+    one, two, three = [np.ones((1, 1), dtype)] * (3 - len(found)) + found
+    return one, two, three
 
 
 def analyse(x: Array, bases: Bases, boxes: Array) -> Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -18,12 +19,14 @@ from mpizero._util.checks import flag, number, require
 from mpizero._util.names import explains
 from mpizero._util.pytree import map_leaves
 from mpizero.errors import ConfigError, DataError
-from mpizero.layout.fields import tree_sum
 from mpizero.nn.fields import on_each, require_field
 from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, times
 from mpizero.nn.space import WHOLE, Space
-from mpizero.nn.space_losses import SpaceLoss, numbers_from_zero
+from mpizero.nn.space_losses import OnSpace, SpaceLoss, numbers_from_zero, scaled_gradient
 from mpizero.types import Array, Loss
+
+#: Losses that a :class:`FieldLoss` computes by spatial tiles.
+IN_SPACE = (ElementLoss, CrossEntropy, RelativeL2Loss, SpaceLoss)
 
 
 @explains
@@ -126,7 +129,7 @@ class SumLoss(SpaceLoss):
         object.__setattr__(self, "losses", tuple(self.losses))
         factors = numbers_from_zero("SumLoss: factors", self.factors, "each loss")
         object.__setattr__(self, "factors", factors)
-        odd = [type(one).__name__ for one in self.losses if not isinstance(one, IN_SPACE) or isinstance(one, SumLoss)]
+        odd = [type(one).__name__ for one in self.losses if not isinstance(one, IN_SPACE)]
         if odd or not self.losses or len(self.losses) != len(factors):
             raise ConfigError(
                 f"SumLoss: {odd[0]} is no loss that it can add; give losses that a FieldLoss takes"
@@ -134,13 +137,23 @@ class SumLoss(SpaceLoss):
                 else f"SumLoss: {len(self.losses)} losses have {len(factors)} factors; give each loss a factor"
             )
 
-    def on_space(self, *given: Any) -> Any:
-        """Raise :class:`NotImplementedError`: a :class:`FieldLoss` computes the losses one by one."""
-        raise NotImplementedError
+    def on_space(
+        self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
+    ) -> OnSpace:
+        """Return the sum of the losses in units of the first one's weight, and its gradient. Collective."""
+        total, first, parts = 0.0, 0.0, list[Any]()
+        for one, factor in zip(self.losses, self.factors, strict=True):
+            part, weight, slope = _on_space(one, space, prediction, target, along, extents)
+            first = first if parts else weight
+            share = factor * first / weight if weight else 0.0
+            total += share * part
+            parts.append((share, slope))
 
+        def gradient(scale: float) -> Array:
+            found = [slope(scale * share) for share, slope in parts]
+            return np.asarray(sum(found[1:], found[0]))
 
-#: Losses that a :class:`FieldLoss` computes by spatial tiles.
-IN_SPACE = (ElementLoss, CrossEntropy, RelativeL2Loss, SpaceLoss)
+        return total, first, gradient
 
 
 @explains
@@ -208,46 +221,9 @@ class FieldLoss:
         prediction = require_field(prediction, None, "FieldLoss")
         extents = self._space.extents(prediction, self)
         map_leaves(partial(_require_positions, prediction.shape[1:-1]), target)
-        along = self._along(extents)
-        total, weight, cache = self._whole(self.loss, prediction, target, along, extents)
+        total, weight, cache = _on_space(self.loss, self._space, prediction, target, self._along(extents), extents)
         first = float(self._space.rank == 0)
-        return total * first, weight * first, (prediction, cache)
-
-    def _whole(
-        self, loss: Any, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> tuple[float, float, Any]:
-        """Return loss sum and weight of the whole field, and the cache for :meth:`_gradient`. Collective."""
-        if isinstance(loss, SumLoss):
-            return self._sum(loss, prediction, target, along, extents)
-        if isinstance(loss, RelativeL2Loss):
-            return self._relative(loss, prediction, target, along, extents)
-        if isinstance(loss, SpaceLoss):
-            total, weight, *gradient = loss.on_space(self._space, prediction, target, along, extents)
-            return total, weight, gradient
-        if along is not None:
-            target = _weighted(target, along, prediction)
-        caches, sums = [], []
-        for place, count in self._tiles(extents):
-            loss_sum, weight, cache = 0.0, 0.0, None
-            if count:
-                part = map_leaves(partial(_of_tile, place), target)
-                loss_sum, weight, cache = loss.forward(np.ascontiguousarray(prediction[place]), part)
-            factor = count if isinstance(loss, ElementLoss) else 1
-            sums.append((loss_sum * factor, weight * factor))
-            caches.append((place, factor, cache))
-        total, weight = self._added(np.array(sums))
-        return float(total), float(weight), caches
-
-    def _sum(self, loss: SumLoss, *given: Any) -> tuple[float, float, Any]:
-        """Add losses, in units of the first one's weight."""
-        total, first, parts = 0.0, 0.0, list[Any]()
-        for one, factor in zip(loss.losses, loss.factors, strict=True):
-            part, weight, cache = self._whole(one, *given)
-            first = first if parts else weight
-            share = factor * first / weight if weight else 0.0
-            total += share * part
-            parts.append((one, share, cache))
-        return total, first, parts
+        return total * first, weight * first, cache
 
     def _along(self, extents: tuple[int, ...]) -> Array | None:
         """Return the weights of this rank's positions along the first axis of space; None if all are alike."""
@@ -261,89 +237,97 @@ class FieldLoss:
         along: Array = (weights * (len(weights) / weights.sum()))[self._space.box(extents)[0]]
         return along.reshape(-1, *(1,) * (len(extents) - 1))
 
-    def _tiles(self, extents: tuple[int, ...]) -> list[tuple[tuple[slice, ...], int]]:
-        """Return for each of this rank's tiles an index into its part of a field, and how many positions it has."""
-        boxes = np.concatenate(self._space.boxes(extents))[:, 3 - len(extents) :]
-        places = [(slice(None), *(slice(*pair) for pair in box)) for box in boxes.tolist()]
-        return list(zip(places, np.prod(boxes[..., 1] - boxes[..., 0], axis=1).tolist(), strict=True))
-
-    def _added(self, sums: Array) -> Array:
-        """Return the sum over all tiles; ``sums`` has the sums of this rank's tiles. Collective over a domain."""
-        return tree_sum(self._space.gather_tiles(sums, 0, "loss"), np.add)
-
-    def _relative(
-        self, loss: RelativeL2Loss, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> tuple[float, float, Any]:
-        """Return the sum, the weight and the cache of a loss that is relative to the norm of each sample.
-
-        The cache is (gradient, factors): a gradient for each element, and the factor of each sample.
-        """
-        difference, targets, roots, of_samples = loss.terms(prediction, target)
-        roots = np.ones(prediction.shape) if roots is None else roots
-        if along is not None:
-            roots = roots * np.sqrt(along)[..., None]
-        errors, sizes = [times(difference, roots)], [times(targets, roots)]
-        gradient = times(errors[0], roots)
-        if isinstance(loss, H1Loss):
-            fields = [np.where(roots != 0, one, 0) for one in (difference, targets)]
-            slopes = self._slopes(loss, np.concatenate([*fields, roots.astype(difference.dtype)], axis=-1), extents)
-            for error, size, part in slopes:
-                errors, sizes, gradient = [*errors, error], [*sizes, size], gradient + part
-        sums = [
-            [sum(loss.square_sums(one[place]) for one in terms) for terms in (errors, sizes, [roots])]
-            for place, _ in self._tiles(extents)
-        ]
-        squares, norms, counts = self._added(np.array(sums))
-        weights = (1.0 if of_samples is None else of_samples) * (counts != 0)
-        total, weight, factors = loss.totals(squares, norms, weights)
-        return total, weight, (gradient, factors)
-
-    def _slopes(self, loss: H1Loss, x: Array, extents: tuple[int, ...]) -> list[tuple[Array, Array, Array]]:
-        """Return, for each axis, the slopes of errors, those of targets, and the axis's part of the gradient.
-
-        Slopes are differences of neighbours over their distance, times the root of the weight. The channels of ``x``
-        are errors, targets, and the roots of the positions' weights. Collective over a domain.
-        """
-
-        def around(axis: int, first: int, stop: int) -> tuple[int, int]:
-            return (first - 1, stop + 1) if stop > first else (0, 0)
-
-        modes = ["periodic" if loss.periodic else "zeros"] * len(extents)  # zeros outside have no weight
-        wide, found = self._space.fetch(x, extents, self._space.wanted(extents, around), "H1Loss", modes), []
-        inside = [slice(None), *(slice(1, -1) for _ in extents)]
-        for axis, distance in enumerate(loss.distances(extents), start=1):
-            pair = [wide[(*inside[:axis], side, *inside[axis + 1 :])] for side in (slice(-1), slice(1, None))]
-            (*low, before), (*high, after) = (np.split(one, 3, axis=-1) for one in pair)
-            slopes = [(b - a) * x.dtype.type(1 / distance) for a, b in zip(low, high, strict=True)]
-            weight = before * after
-            flux = np.moveaxis(slopes[0] * weight * x.dtype.type(1 / distance), axis, 0)
-            ends = (slice(None),) * axis
-            error, size = ((slope * np.sqrt(weight))[(*ends, slice(1, None))] for slope in slopes)
-            found.append((error, size, np.moveaxis(flux[:-1] - flux[1:], 0, axis)))
-        return found
-
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum, at this rank's positions. Not collective."""
-        prediction, inner = cache
-        return self._gradient(self.loss, prediction, inner, scale)
-
-    def _gradient(self, loss: Any, prediction: Array, cache: Any, scale: float) -> Array:
-        if isinstance(loss, SumLoss):
-            parts = [self._gradient(one, prediction, inner, scale * factor) for one, factor, inner in cache]
-            return np.asarray(sum(parts[1:], parts[0]))
-        if isinstance(loss, RelativeL2Loss | SpaceLoss):
-            values, factors = cache
-            return times(values, factors * scale)
-        gradient: Array = np.empty_like(prediction)
-        for place, factor, inner in cache:
-            if inner is not None:
-                gradient[place] = loss.backward(inner, scale * factor)
+        gradient: Array = cache(scale)
         return gradient
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
         """Return how many predictions are right and how many there are, at this rank's positions; None if unknown."""
         count: tuple[int, int] | None = cast(Any, self.loss).correct(prediction, target)
         return count
+
+
+def _on_space(
+    loss: Any, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
+) -> OnSpace:
+    """Return loss sum and weight of the whole field, and the gradient as a function of a factor. Collective."""
+    if isinstance(loss, SpaceLoss):
+        return loss.on_space(space, prediction, target, along, extents)
+    if isinstance(loss, RelativeL2Loss):
+        return _relative(loss, space, prediction, target, along, extents)
+    if along is not None:
+        target = _weighted(target, along, prediction)
+    caches, sums = [], []
+    for tile in space.tiles(extents):
+        place, count = (slice(None), *tile), prod(part.stop - part.start for part in tile)
+        loss_sum, weight, cache = 0.0, 0.0, None
+        if count:
+            part = map_leaves(partial(_of_tile, place), target)
+            loss_sum, weight, cache = loss.forward(np.ascontiguousarray(prediction[place]), part)
+        factor = count if isinstance(loss, ElementLoss) else 1
+        sums.append((loss_sum * factor, weight * factor))
+        caches.append((place, factor, cache))
+    total, weight = space.sum_of_tiles(np.array(sums), "loss")
+
+    def gradient(scale: float) -> Array:
+        found: Array = np.empty_like(prediction)
+        for place, factor, inner in caches:
+            if inner is not None:
+                found[place] = loss.backward(inner, scale * factor)
+        return found
+
+    return float(total), float(weight), gradient
+
+
+def _relative(
+    loss: RelativeL2Loss, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
+) -> OnSpace:
+    """Return what :func:`_on_space` does, of a loss that is relative to the norm of each sample."""
+    difference, targets, roots, of_samples = loss.terms(prediction, target)
+    roots = np.ones(prediction.shape) if roots is None else roots
+    if along is not None:
+        roots = roots * np.sqrt(along)[..., None]
+    errors, sizes = [times(difference, roots)], [times(targets, roots)]
+    values = times(errors[0], roots)
+    if isinstance(loss, H1Loss):
+        fields = [np.where(roots != 0, one, 0) for one in (difference, targets)]
+        x = np.concatenate([*fields, roots.astype(difference.dtype)], axis=-1)
+        for error, size, part in _slopes(loss, space, x, extents):
+            errors, sizes, values = [*errors, error], [*sizes, size], values + part
+    sums = [
+        [sum(loss.square_sums(one[(slice(None), *tile)]) for one in terms) for terms in (errors, sizes, [roots])]
+        for tile in space.tiles(extents)
+    ]
+    squares, norms, counts = space.sum_of_tiles(np.array(sums), "loss")
+    weights = (1.0 if of_samples is None else of_samples) * (counts != 0)
+    total, weight, factors = loss.totals(squares, norms, weights)
+    return total, weight, scaled_gradient(values, factors)
+
+
+def _slopes(loss: H1Loss, space: Space, x: Array, extents: tuple[int, ...]) -> list[tuple[Array, Array, Array]]:
+    """Return, for each axis, the slopes of errors, those of targets, and the axis's part of the gradient.
+
+    Slopes are differences of neighbours over their distance, times the root of the weight. The channels of ``x`` are
+    errors, targets, and the roots of the positions' weights. Collective over a domain.
+    """
+
+    def around(axis: int, first: int, stop: int) -> tuple[int, int]:
+        return (first - 1, stop + 1) if stop > first else (0, 0)
+
+    modes = ["periodic" if loss.periodic else "zeros"] * len(extents)  # zeros outside have no weight
+    wide, found = space.fetch(x, extents, space.wanted(extents, around), "H1Loss", modes), []
+    inside = [slice(None), *(slice(1, -1) for _ in extents)]
+    for axis, distance in enumerate(loss.distances(extents), start=1):
+        pair = [wide[(*inside[:axis], side, *inside[axis + 1 :])] for side in (slice(-1), slice(1, None))]
+        (*low, before), (*high, after) = (np.split(one, 3, axis=-1) for one in pair)
+        slopes = [(b - a) * x.dtype.type(1 / distance) for a, b in zip(low, high, strict=True)]
+        weight = before * after
+        flux = np.moveaxis(slopes[0] * weight * x.dtype.type(1 / distance), axis, 0)
+        ends = (slice(None),) * axis
+        error, size = ((slope * np.sqrt(weight))[(*ends, slice(1, None))] for slope in slopes)
+        found.append((error, size, np.moveaxis(flux[:-1] - flux[1:], 0, axis)))
+    return found
 
 
 def _weighted(target: Any, along: Array, prediction: Array) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.layout.flat import flat_names, value_at
 from mpizero.nn.arrays import namespace
 from mpizero.nn.layer import Graph, Layer, NodeOutput, Operations, Wrapper, layer_integers, poll
-from mpizero.nn.layers import Sequential, completed
+from mpizero.nn.layers import Checkpointed, Sequential, completed
 from mpizero.nn.models import export_computation_graph
 from mpizero.types import EVALUATE, Array, BlockModel, Params, Run
 
@@ -91,20 +91,23 @@ class Repeat(Wrapper):
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
         """Return the states, and the inputs of all steps. Collective if the layer is split."""
-        inputs, states, caches = [x], list[Array](), list[Any]()
+        given, states, caches = x, list[Array](), list[Any]()
         for step in range(self.steps):
             if step:
                 poll(params)
-                inputs.append(self._next_input(states[-1], x))
-            state, cache = self.layer.forward(params, inputs[-1], run)
+                given = self._next_input(states[-1], x)
+            state, cache = self._step.forward(params, given, run)
             if self.residual:
                 _require_state(state, x)
-                state = inputs[-1][..., : state.shape[-1]].astype(state.dtype) + state
+                state = given[..., : state.shape[-1]].astype(state.dtype) + state
             states.append(state)
-            caches.append(None if self.activation_checkpointing else cache)
-            del cache  # before the next step has its own
+            caches.append(cache)
         y = states[-1] if self.last or self.steps == 1 else namespace(x).concatenate(states, axis=-1)
-        return y, (inputs, caches, run)
+        return y, caches
+
+    @property
+    def _step(self) -> Layer:
+        return Checkpointed(self.layer) if self.activation_checkpointing else self.layer
 
     def _next_input(self, state: Array, x: Array) -> Array:
         """Return a state with those channels of ``x`` that are the same in every step."""
@@ -115,7 +118,6 @@ class Repeat(Wrapper):
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
         """Return the gradient of ``x`` and those of the parameters. Collective if the layer is split."""
-        inputs, caches, run = cache
         channels = dy.shape[-1] // (1 if self.last else self.steps)
         names = tuple(spec.name for spec in self.layer.specs() if spec.trainable)
         total: dict[str, Array] = {}
@@ -131,10 +133,8 @@ class Repeat(Wrapper):
                 carried = dx[..., :channels]
                 d = carried if self.last else d + carried
                 rest = dx[..., channels:] if rest is None else rest + dx[..., channels:]
-            inner = self.layer.forward(params, inputs[step], run)[1] if self.activation_checkpointing else caches[step]
             grads = completed(params, {}, names)
-            dx = self.layer.backward(params, inner, namespace(dy).ascontiguousarray(d), grads)
-            del inner
+            dx = self._step.backward(params, cache[step], namespace(dy).ascontiguousarray(d), grads)
             if self.residual and dx is not None:
                 dx = namespace(dx).concatenate([dx[..., :channels] + d, dx[..., channels:]], axis=-1)
             for name, gradient in flat_names(grads):
@@ -155,9 +155,7 @@ class Repeat(Wrapper):
 
     def operations(self, shape: tuple[int, ...]) -> Operations:
         """Return the layer's operations, times the number of steps, and those computed again. Not collective."""
-        once = self.layer.operations(shape)
-        again = Operations(backward_input=once.forward) if self.activation_checkpointing else Operations()
-        return sum([once + again] * self.steps, Operations())
+        return sum([self._step.operations(shape)] * self.steps, Operations())
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add one node with all parameters to the exported computation graph, and return it. Not collective."""

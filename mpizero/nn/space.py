@@ -23,7 +23,7 @@ from zlib import crc32
 import numpy as np
 
 from mpizero.errors import DataError
-from mpizero.layout.fields import Box, Cut, axis_pieces, tile_boxes
+from mpizero.layout.fields import Box, Cut, axis_pieces, tile_boxes, tree_sum
 from mpizero.layout.flat import Partition
 from mpizero.layout.sum_tree import TreeNode, merge
 from mpizero.nn.layer import Layer
@@ -169,6 +169,15 @@ class Space:
         field does not have come first, with one position.
         """
         return _own_boxes(self.cut_of(len(extents)), tuple(extents), self.rank)
+
+    def tiles(self, extents: Sequence[int]) -> list[Box]:
+        """Return the box of each of this rank's spatial tiles, in its own positions."""
+        boxes = np.concatenate(self.boxes(extents))[:, 3 - len(extents) :]
+        return [tuple(slice(*pair) for pair in box) for box in boxes.tolist()]
+
+    def sum_of_tiles(self, values: Array, tag: str) -> Array:
+        """Return the sum over all spatial tiles; ``values`` are those of this rank's tiles. Collective."""
+        return tree_sum(self.gather_tiles(values, 0, tag), np.add)
 
     def add_up(self, nodes: Array, tag: str) -> Array:
         """Return this rank's share of a sum over space; the shares of all ranks add up to the sum. Collective.

@@ -27,13 +27,16 @@ import numpy as np
 from mpizero._util.checks import is_whole, number, require
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels.spectral import analyse, axis_basis, synthesize
-from mpizero.layout.fields import Box, tree_sum
+from mpizero.kernels.spectral import analyse, field_bases, synthesize
+from mpizero.layout.fields import Box
 from mpizero.nn.arrays import require_numbers
 from mpizero.nn.fields import on_each
 from mpizero.nn.losses import RelativeL2Loss, WeightedTarget, require_shape, times
 from mpizero.nn.space import Space
 from mpizero.types import Array
+
+#: Loss sum and weight of a whole field, and a function that returns a number times the gradient.
+OnSpace = tuple[float, float, Callable[[float], Array]]
 
 
 class SpaceLoss(ABC):
@@ -42,8 +45,8 @@ class SpaceLoss(ABC):
     @abstractmethod
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> tuple[float, float, Array, Array]:
-        """Return loss sum and weight of the whole field, and the gradient with a factor for each sample. Collective.
+    ) -> OnSpace:
+        """Return loss sum and weight of the whole field, and the gradient as a function of a factor. Collective.
 
         ``prediction`` and ``target`` are this rank's part of a field with the given ``extents``, ``along`` the weights
         of its positions along the first axis, if there are any.
@@ -143,8 +146,8 @@ class SpectralLoss(SpaceLoss):
 
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> tuple[float, float, Array, Array]:
-        """Return loss sum and weight, and the gradient with a factor for each sample. Collective over a domain."""
+    ) -> OnSpace:
+        """Return loss sum and weight, and the gradient as a function of a factor. Collective over a domain."""
         values, of_samples, of_elements = _parsed("SpectralLoss", target, prediction)
         if along is not None or of_elements.weight is not None or of_elements.mask is not None:
             raise DataError("SpectralLoss: a mode has no position; give weights and masks of whole samples alone")
@@ -156,19 +159,15 @@ class SpectralLoss(SpaceLoss):
                 "number less than half of the extent for each axis"
             )
         error = prediction - values.astype(prediction.dtype).reshape(prediction.shape)
-        last, dtype, channels = len(extents) - 1, prediction.dtype, prediction.shape[-1]
-        bases = [np.ones((1, 1), dtype)] * (2 - last)
-        for axis, (n, k, part) in enumerate(zip(extents, highest, space.box(extents), strict=True)):
-            bases.append(axis_basis(n, 2 * k + 1, part.start, part.stop, axis == last, dtype))
-        one, two, three = bases
-        nodes = np.stack([analyse(error, (one, two, three), boxes) for boxes in space.boxes(extents)])
-        shards = space.shards(len(three))
+        bases = field_bases(extents, [2 * k + 1 for k in highest], space.box(extents), prediction.dtype)
+        nodes = np.stack([analyse(error, bases, boxes) for boxes in space.boxes(extents)])
+        shards = space.shards(len(bases[-1]))
         sums = space.all_gather(space.reduce_scatter(nodes, 3, shards, "loss"), 3, shards, "loss")
-        factors = self._factors(highest, prod(extents))[..., None] / channels
+        factors = self._factors(highest, prod(extents))[..., None] / prediction.shape[-1]
         losses = RelativeL2Loss.square_sums(sums * np.sqrt(factors))
-        slopes = synthesize((2 * factors * sums).astype(dtype), (one, two, three))
+        slopes = synthesize((2 * factors * sums).astype(prediction.dtype), bases)
         loss = float(times(losses, of_samples).sum())
-        return loss, float(of_samples.sum()), slopes.reshape(prediction.shape), of_samples
+        return loss, float(of_samples.sum()), scaled_gradient(slopes.reshape(prediction.shape), of_samples)
 
 
 #: Ufuncs that are analytic functions, whose complex values have derivatives as imaginary parts.
@@ -276,8 +275,8 @@ class ResidualLoss(SpaceLoss):
 
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> tuple[float, float, Array, Array]:
-        """Return loss sum and weight, and the gradient with a factor for each sample. Collective over a domain."""
+    ) -> OnSpace:
+        """Return loss sum and weight, and the gradient as a function of a factor. Collective over a domain."""
         orders, spacing, periodic = self._stencils(extents)
         values, of_samples, of_elements = _parsed("ResidualLoss", target, prediction)
         inside = of_elements.weights(prediction.shape[:-1])
@@ -303,7 +302,7 @@ class ResidualLoss(SpaceLoss):
             if here.size:
                 loss, slopes[(slice(None), *one)] = self._on_tile(parts[:-1], parts[-1], here)
             sums.append((loss, float(here.sum())))
-        total = tree_sum(space.gather_tiles(np.array(sums), 0, "loss"), np.add)
+        total = space.sum_of_tiles(np.array(sums), "loss")
         # The adjoint of a difference is the difference itself, with the other sign where its order is odd.
         channels = prediction.shape[-1]
         field = fetched(np.concatenate(slopes, axis=-1))
@@ -311,7 +310,7 @@ class ResidualLoss(SpaceLoss):
         for first, term in enumerate(orders):
             part = field[..., first * channels : (first + 1) * channels]
             gradient += (-1) ** sum(term) * _difference(part, term, wide, spacing)
-        return float(total[0]), float(total[1]), gradient, np.ones(len(prediction))
+        return float(total[0]), float(total[1]), scaled_gradient(gradient, np.ones(len(prediction)))
 
     def _on_tile(self, found: list[Array], values: Array, weights: Array) -> tuple[float, Array]:
         """Return the weighted sum of a tile's squared residuals, and its derivatives by each term."""
@@ -348,6 +347,11 @@ class ResidualLoss(SpaceLoss):
             )
         cast: Array = y.astype(dtype, copy=False)
         return cast
+
+
+def scaled_gradient(values: Array, factors: Array) -> Callable[[float], Array]:
+    """Return a gradient as a function: a number times ``values`` times the factor of each sample."""
+    return lambda scale: times(values, factors * scale)
 
 
 def numbers_from_zero(where: str, given: Any, each: str) -> tuple[float, ...]:
@@ -398,8 +402,8 @@ def _difference(x: Array, orders: Sequence[int], wide: Sequence[bool], spacing: 
 def _inner_tiles(space: Space, extents: tuple[int, ...], cropped: Sequence[bool]) -> list[Box]:
     """Return of each of this rank's tiles its positions in the rank's part, without the ends of axes in ``cropped``."""
     box, found = space.box(extents), []
-    for tile in np.concatenate(space.boxes(extents))[:, 3 - len(extents) :].tolist():
+    for tile in space.tiles(extents):
         rows = zip(tile, box, extents, cropped, strict=True)
-        ends = [(max(low, crop - part.start), min(high, n - crop - part.start)) for (low, high), part, n, crop in rows]
+        ends = [(max(at.start, c - part.start), min(at.stop, n - c - part.start)) for at, part, n, c in rows]
         found.append(tuple(slice(low, max(low, high)) for low, high in ends))
     return found

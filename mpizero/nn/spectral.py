@@ -27,7 +27,7 @@ import numpy as np
 from mpizero._util.checks import is_whole
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
-from mpizero.kernels.spectral import Bases, analyse, axis_basis, mode_products, synthesize
+from mpizero.kernels.spectral import Bases, analyse, field_bases, mode_products, synthesize
 from mpizero.layout.fields import TILES
 from mpizero.nn.arrays import require_numbers
 from mpizero.nn.convolution import Conv
@@ -215,15 +215,7 @@ class SpectralConv(FieldLayer):
 
     def _bases(self, extents: Sequence[int], dtype: np.dtype[Any]) -> Bases:
         """Return the values of each axis's Fourier basis functions at this rank's positions, for three axes."""
-        rows = zip(self.periods(extents), self.modes, self._space.box(extents), strict=True)
-        last = len(self.modes) - 1
-        found = [
-            axis_basis(period, modes, part.start, part.stop, axis == last, dtype)
-            for axis, (period, modes, part) in enumerate(rows)
-        ]
-        missing = [np.ones((1, 1), dtype)] * (2 - last)
-        one, two, three = missing + found
-        return one, two, three
+        return field_bases(self.periods(extents), self.modes, self._space.box(extents), dtype)
 
     def _frequencies(self) -> slice:
         """Return the range of those frequencies of the last axis whose modes this rank multiplies."""

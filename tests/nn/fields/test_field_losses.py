@@ -40,7 +40,7 @@ LOSSES = {
     "spectral": lambda axes: nn.SpectralLoss(HIGHEST[axes], [1.0, 0.5, 3.0, 0.1]),
     "residual": lambda axes: residual(axes),
     "residual periodic": lambda axes: residual(axes, spacing=(0.5, 1.0, 2.0)[:axes], periodic=True),
-    "sum": lambda axes: nn.SumLoss([nn.MeanSquaredError(), residual(axes)], [1.0, 0.3]),
+    "sum": lambda axes: nn.SumLoss([nn.MeanSquaredError(), nn.SumLoss([residual(axes)], [0.6])], [1.0, 0.5]),
 }
 CASES = [(name, axes) for name in LOSSES for axes in SPACES]
 
@@ -188,10 +188,13 @@ def test_a_residual_is_that_of_differences_by_numpy(periodic, rng):
 
 def test_a_sum_of_losses_has_the_mean_of_each(rng):
     prediction, target = rng.normal(size=(2, 3, 9, 2))
-    parts = [nn.MeanSquaredError(), nn.RelativeL2Loss(), nn.SpectralLoss(3), nn.H1Loss()]
+    inner = nn.SumLoss([nn.RelativeL2Loss(), nn.SumLoss([nn.L1Loss()], [0.25])], [0.5, 2.0])
+    parts = [nn.MeanSquaredError(), inner, nn.SpectralLoss(3), nn.H1Loss()]
     means = [total / weight for total, weight, _ in (nn.FieldLoss(one).forward(prediction, target) for one in parts)]
     loss = nn.FieldLoss(nn.SumLoss(parts, [1.0, 0.5, 2.0, 0.0]))
     total, weight, cache = loss.forward(prediction, target)
+    relative, absolute = (nn.FieldLoss(one).forward(prediction, target) for one in (nn.RelativeL2Loss(), nn.L1Loss()))
+    assert means[1] == pytest.approx(0.5 * relative[0] / relative[1] + 0.5 * absolute[0] / absolute[1], rel=1e-14)
     assert total / weight == pytest.approx(means[0] + 0.5 * means[1] + 2 * means[2], rel=1e-14)
     assert loss.backward(cache).shape == prediction.shape
 
