@@ -249,12 +249,10 @@ def _settings(
     if kind is optim.NewtonCG:
         offers = callable(getattr(model, "product", None)) and not isinstance(model, BlockModel)
         options.setdefault("exact", offers)
-        if method == "gauss-newton" and options["exact"] is False and offers:
-            raise ConfigError("minimize: method='gauss-newton' is exact: leave options['exact'] out, or take 'newton-cg'")
-        if method == "gauss-newton" and not offers:
+        if method == "gauss-newton" and not (offers and options["exact"]):
             raise ConfigError(
-                "minimize: method='gauss-newton' needs products of the model: FunctionModel(..., product=...); "
-                "'newton-cg' takes differences of gradients where there are none"
+                "minimize: method='gauss-newton' needs products of the model, FunctionModel(..., product=...), and no "
+                "options['exact'] = False; 'newton-cg' takes differences of gradients where there are none"
             )
     known = {f.name for f in fields(kind)}
     if unknown := sorted(options.keys() - known):
