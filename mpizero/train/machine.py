@@ -132,11 +132,15 @@ def try_reduction(comm: Communicator) -> tuple[int, float]:
     return int(buffer[0]), sorted(times)[len(times) // 2]
 
 
-def try_message(comm: Communicator, nbytes: int = 1 << 20, pause: float = 0.01, limit: int = 500) -> int | None:
+#: Calls of MPI after which :func:`try_message` no longer counts.
+MOST_CALLS = 500
+
+
+def try_message(comm: Communicator, nbytes: int = 1 << 20, pause: float = 0.01) -> int | None:
     """Send ``nbytes`` from each node to the next; return after how many calls of MPI the last message has arrived.
 
     Collective over ``comm``. Between two calls a rank sleeps for ``pause`` seconds, in place of computing. The result
-    is ``limit + 1`` if a message has not arrived after ``limit`` calls, and None if there is only one node.
+    is ``MOST_CALLS + 1`` if a message has not arrived after :data:`MOST_CALLS`, and None if there is only one node.
     """
     with comm.split_node(name="doctor") as node, comm.split(min(node.rank, 1), name="doctor") as leaders:
         count, nodes = 0, leaders.size if node.rank == 0 else 1
@@ -145,7 +149,7 @@ def try_message(comm: Communicator, nbytes: int = 1 << 20, pause: float = 0.01, 
             counts = [[nbytes * (rank == peer) for rank in range(nodes)] for peer in (to, source)]
             send, recv = np.zeros(nbytes, np.uint8), np.empty(nbytes, np.uint8)
             request = leaders.ialltoallv(send, counts[0], recv, counts[1], "doctor")
-            while count < limit and not request.test():
+            while count < MOST_CALLS and not request.test():
                 count += 1
                 time.sleep(pause)
             request.wait()
