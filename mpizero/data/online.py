@@ -132,7 +132,7 @@ class SampleForm:
         return x, y
 
     def stack(self, samples: list[Sample], count: int) -> tuple[Array, Array]:
-        """Return arrays of ``count`` samples: ``samples``, stacked; if there are none, their values are not set."""
+        """Return ``count`` samples stacked to arrays; these are uninitialized if ``samples`` is an empty list."""
         x, y = self._empty(count)
         for position, sample in enumerate(samples):
             x[position], y[position] = sample.x, sample.y
@@ -232,7 +232,7 @@ class _Line:
         return True
 
     def answer(self, what: int) -> None:
-        """Start to send ``what`` to the producer: ``TAKEN`` for one sample, or ``STOPPED``."""
+        """Start to send ``what`` to the producer: ``TAKEN`` for a sample that a batch takes, ``STOPPED`` at the end."""
         if self.stopped:
             return
         self.stopped = what == STOPPED
@@ -533,7 +533,7 @@ class OnlineSource:
         return broadcast
 
     def _look(self, count: int, heard: float) -> tuple[bool, int | None]:
-        """Receive samples of a batch for at most :data:`ROUND` seconds; tell whether any arrived, and return its size.
+        """Receive samples for at most :data:`ROUND` seconds; tell whether any arrived, and return the batch's size.
 
         ``heard`` is the time at which a sample last arrived or, if none has, at which the batch was asked for.
 

@@ -104,7 +104,7 @@ def epoch_words(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Slab:
-    """Say which part of every field a rank of a domain gets: its box of the space, or all without a domain.
+    """Say which part of every field a rank gets: with a domain a box of the space, without one the whole field.
 
     An array is a field if each of its samples has at least as many axes as the domain; other arrays are not cut.
 
@@ -374,8 +374,8 @@ def sample_block(source: Source, first: int, count: int, by: str, like: tuple[st
     Raises
     ------
     DataError
-        If samples are no arrays, or have another form than earlier samples. ``like`` is (words for the earlier samples,
-        their form or ""). The message begins with ``by``.
+        If samples are no arrays, or their structure, shapes or types differ from those of earlier samples. ``like`` is
+        (words for the earlier samples, :attr:`SampleTree.form` of these or ""). The message begins with ``by``.
     """
     x, y = source.samples(np.arange(first, min(first + count, len(source))))
     tree = SampleTree.of(x=x, y=y)

@@ -61,15 +61,15 @@ def shared_contents(comm: Communicator, source: Any, validation: Any) -> dict[st
 
 
 def contents(source: Source) -> dict[str, Any]:
-    """Return JSON values by which a resumed run recognizes a source: hashes of samples, and of arrays or file sizes.
+    """Return JSON values by which a resumed run recognizes a source: hashes of samples, of arrays, of files' sizes.
 
     Not collective.
 
     [Note: compared samples] 64 samples are read in any case. The number of samples is then doubled as long as reading
     is likely to take less than :data:`COMPARED_SECONDS`, up to all samples if there are few. A hash is stored for each
-    number of samples, because another machine may read more or fewer. The positions of samples are multiples of the
-    golden ratio: any number of them is spread over the whole source, and they do not coincide with a period of the
-    data.
+    number of samples, because another machine may read more or fewer. The positions of samples, as fractions of the
+    source's length, are multiples of the golden ratio modulo 1: any number of them is spread over the whole source, and
+    they do not coincide with a period of the data.
     """
     started, length = time.perf_counter(), len(source)
     digest, hashes, done, most = hashlib.sha256(), dict[str, str](), 0, min(length, COMPARED_SAMPLES)

@@ -82,8 +82,8 @@ def key_data(run: Run, number: int) -> Array:
     """Return two integers of 32 bits from which :func:`make_key` makes the key of block ``number``. Not collective.
 
     The integers depend on the seed, the step and the first sample of ``run``. They are passed to the compiled function
-    as an argument, so that it need not be compiled again for other keys. There are two, because JAX would cut one of 64
-    bits to 32 bits unless ``jax_enable_x64`` is set.
+    as an argument, so that it need not be compiled again for other keys. There are two integers, because JAX would cut
+    a single one of 64 bits to 32 bits unless ``jax_enable_x64`` is set.
     """
     seed = derived_seed(run, number)
     return np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)

@@ -355,7 +355,7 @@ def _attribute_of(tensor: torch.Tensor, module: torch.nn.Module) -> str:
 
 @contextmanager
 def seeded() -> Iterator[Callable[[], None]]:
-    """Yield a function that resets PyTorch's generators to their present state; reset them at the end, too."""
+    """Yield a function that resets PyTorch's generators to the state at the start; reset them at the end, too."""
     state = random_state()
 
     def again() -> None:

@@ -788,7 +788,7 @@ def field_extents(model: BlockModel, axes: int, sample: TrialSample) -> FieldExt
     Raises
     ------
     ConfigError
-        If a block has no form for a domain, or cannot be tried.
+        If a block cannot be split over a domain, or cannot be tried.
     """
     extents, cut, calls = FieldExtents(), Cut((1,) * axes), list[GroupCall]()
     whole = domain_model(model, cut, RecordingDomain(cut, 0, calls, extents))

@@ -157,8 +157,8 @@ class TrainingState(NamedTuple):
     """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
 
     ``slots`` has the optimizer's arrays by name, such as "exp_avg"; :func:`slot_entries` says where each tensor lies in
-    one. ``step_count`` is the optimizer's step number, ``progress`` the saved state of a full-batch method such as
-    L-BFGS.
+    such a vector. ``step_count`` is the optimizer's step number, ``progress`` the saved state of a full-batch method
+    such as L-BFGS.
     """
 
     parameters: Array
