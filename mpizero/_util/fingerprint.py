@@ -552,8 +552,8 @@ def changed_fields(kind: type) -> set[str]:
 def _stored(code: types.CodeType) -> set[str]:
     """Return the attributes of its first argument (``self``) that a function assigns, for example by ``=`` or ``+=``.
 
-    Attributes that the function multiplies or divides in place (``*=``, ``/=``) are left out. They are taken for
-    settings, such as a decaying learning rate, which must be compared between ranks. Counters need not be compared.
+    Attributes that the function multiplies or divides in place (``*=``, ``/=``) are left out. Such attributes are taken
+    for settings, such as a decaying learning rate, which must be compared between ranks. Counters need not be compared.
     """
     steps = [(each.opname, each.argval, each.argrepr) for each in dis.get_instructions(code)]
     read, first = {name for operation, name, _ in steps if operation == "LOAD_ATTR"}, code.co_varnames[:1]

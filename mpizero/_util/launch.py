@@ -241,8 +241,8 @@ def job_name(environment: Mapping[str, str]) -> str:
     """Return a name that identifies this job on this node, the same on all of the job's ranks; "" if there is none.
 
     The name is the namespace of PMIx if one is set. Otherwise it consists of the process ID and the start time of the
-    launcher process. That is the nearest ancestor process that does not belong to this rank (a rank may be started
-    through shells).
+    launcher process. The launcher process is the nearest ancestor process that does not belong to this rank (a rank may
+    be started through shells).
     """
     if namespace := environment.get("PMIX_NAMESPACE"):
         return "".join(c if c.isalnum() else "-" for c in namespace)

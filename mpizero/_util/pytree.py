@@ -33,11 +33,11 @@ _DEPTH = 64
 
 
 class _Uncut(Exception):
-    """Raised for a leaf that cannot be cut into samples; the message names the leaf."""
+    """Raised for a leaf (an object in a tree, other than its containers) that cannot be cut; the message names it."""
 
 
 class _Node(NamedTuple):
-    """Hold a node's type name, its children, their labels (``[0]``, ``.weight``) and a function to rebuild it.
+    """Hold a container of a tree: its type's name, its children, their labels (``[0]``, ``.weight``) and ``make``.
 
     ``make(children)`` returns a node of the same type with the given children.
     """
@@ -132,7 +132,7 @@ class _Walk:
         self.paths: list[str] = []
 
     def look(self, value: Any, path: str, depth: int) -> tuple[_Build, str]:
-        """Append the leaves of ``value`` to the collected arrays; return its rebuilding function and its form.
+        """Append the leaves of ``value`` to the collected arrays; return the function that rebuilds it, and its form.
 
         The form is the text of :attr:`SampleTree.form`. ``path`` is the name of ``value``; the paths of its leaves
         begin with it. ``depth`` is the number of nodes that enclose ``value``.
@@ -153,7 +153,7 @@ class _Walk:
 
 
 def _node(value: Any) -> _Node | None:
-    """Return ``value``, taken apart by one level, as a :class:`_Node`; None if it is a leaf."""
+    """Return the container ``value``, taken apart by one level, as a :class:`_Node`; None for any other object."""
     kind = type(value).__name__
     if value is None:
         return _Node("None", [], [], lambda children: None)
@@ -270,7 +270,7 @@ def join(trees: Sequence[Any]) -> Any:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return all leaves of a tree without conversion, both arrays and other leaves."""
+    """Return all leaves of a tree (all but its containers) without conversion, arrays and other objects."""
     node = _node(value)
     return [value] if node is None else [leaf for child in node.children for leaf in leaves_of(child)]
 

@@ -77,7 +77,7 @@ class Settings:
         return {item.name: getattr(self, item.name) for item in fields(kind)}
 
     def _value(self, item: Field[Any]) -> Any:
-        """Return the value of a setting, for the setting's check."""
+        """Return the value of the setting ``item``, a field of the dataclass, as its check is to get it."""
         return getattr(self, item.name)
 
     def _wrong(self, name: str, error: ValueError) -> ConfigError:

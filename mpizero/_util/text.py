@@ -130,8 +130,9 @@ def is_users(file: str) -> bool:
 def users_line(trace: TracebackType | None) -> Line | None:
     """Return the innermost frame of a traceback that is in the user's own code, or None.
 
-    If no frame is, the frame that calls mpizero is returned, provided that it is in an installed package: the user's
-    program may be one. Otherwise the result is None, for example in a command such as ``mpizero train``.
+    If there is no such frame, the frame that calls mpizero is returned, provided that its file is in an installed
+    package, because the user's program may be one. Otherwise the result is None, for example in a command such as
+    ``mpizero train``.
     """
     lines = list(_lines(trace))
     if of_user := [line for line in lines if is_users(line.file)]:

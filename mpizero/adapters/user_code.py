@@ -62,7 +62,9 @@ def shared_generators() -> dict[str, bytes]:
 
 
 def differing(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str | None:
-    """Return the shortest path whose digest differs between two states or is missing in one; None if they are equal.
+    """Return the shortest path whose digest differs in two results of :func:`hidden_state`; None if they are equal.
+
+    A path that only one of them has counts as different.
 
     If a value inside a list or dictionary differs, the path of the list or dictionary is returned.
     """
@@ -75,7 +77,7 @@ def differing(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str | 
 
 
 def part_of(state: Mapping[str, bytes], path: str) -> dict[str, bytes]:
-    """Return the entries of a state whose paths begin with ``path``."""
+    """Return those digests of ``state``, a result of :func:`hidden_state`, whose paths begin with ``path``."""
     return {name: digest for name, digest in state.items() if name.startswith(path)}
 
 
@@ -120,7 +122,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, range, iterto
 
 
 class _Walk:
-    """Walk through objects, and collect digests of the values in them."""
+    """Walk through objects, and collect digests of the values in them, by path (such as ``model.weight``)."""
 
     def __init__(self) -> None:
         self.digests: dict[str, bytes] = {}

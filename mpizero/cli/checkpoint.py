@@ -347,16 +347,16 @@ Template = tuple[Mapping[str, Any], Expected | None]
 
 
 def like(path: str) -> Template:
-    """Return a template with the attributes, array names, shapes and element types of an existing checkpoint."""
+    """Return attributes, array names, shapes and types of a checkpoint; an imported one must have the same."""
     with checkpoint.open_checkpoint(find_checkpoint(Path(path)), "self") as reader:
         elements = element_types(reader)
         return reader.attributes, {path: (reader.arrays[path][0], elements[path]) for path in elements}
 
 
 def described(name: str) -> Template:
-    """Return a template for a checkpoint at step 0 of the training that the configuration file ``name`` describes.
+    """Return what an imported checkpoint must contain at step 0 of the training that the file ``name`` configures.
 
-    The template has the model's parameters, and no optimizer state. If the model is a GPT and its training data are
+    This template has the model's parameters, and no optimizer state. If the model is a GPT and its training data are
     missing, the imported checkpoint can be used to generate text, but not to resume training.
     """
     document = ConfigDocument(name, read_config(name))

@@ -181,7 +181,7 @@ class Batches:
         return self
 
     def _tell_repetition(self) -> None:
-        """Print a notice if the model has been trained by these batches before. Not collective."""
+        """Print a notice if an earlier iterator has trained the model on the same batches. Not collective."""
         first, updates = self._start
         if updates is None or self._told or (_updates(self._sizes) or 0) <= updates:
             return

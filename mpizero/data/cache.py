@@ -130,7 +130,8 @@ class CachedSource(WrappedSource):
     def _fill(self, block: int) -> None:
         """Read a block into the node's memory, unless another rank has done so.
 
-        Taking the lock also orders this rank's loads after the stores of the rank that has read the block.
+        The ranks of a node share a lock for each block. Taking this lock also makes sure that this rank sees all that
+        the rank that has read the block has written.
         """
         with self._mutex, self._locks.hold(block):
             if not self._ready[block]:

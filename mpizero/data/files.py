@@ -802,7 +802,7 @@ READ_TOGETHER_BYTES = 64 << 10
 
 
 def _rows_together(dataset: Any) -> int:
-    """Return how many rows HDF5 reads together: of a chunk, of 64 KiB if contiguous, all of a virtual dataset."""
+    """Return how many rows to read together: those of a chunk, of 64 KiB if contiguous, all of a virtual dataset."""
     if dataset.chunks or dataset.is_virtual or not dataset.size:
         return int(dataset.chunks[0]) if dataset.chunks else max(1, *dataset.shape[:1])
     return max(1, READ_TOGETHER_BYTES * len(dataset) // (dataset.size * dataset.dtype.itemsize)) if dataset.ndim else 1

@@ -47,7 +47,7 @@ class Moments:
         return cls(count, mean.reshape(squares.shape), squares, numbers.min(axis=axes), numbers.max(axis=axes))
 
     def joined(self, other: Moments) -> Moments:
-        """Return the moments of both sets of elements.
+        """Return the moments of the elements of this object and those of ``other`` together.
 
         Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979,
         equation 2.1: the formula subtracts no large sums.
@@ -190,7 +190,7 @@ def statistics(source: Source, ranks: Ranks | RankedModel, channel: int | None =
 
 
 def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
-    """Return the moments of each array over the samples of leaf number ``leaf``, by path."""
+    """Return the moments of each array, by path, over 64 samples: block number ``leaf``, a leaf of the sums' tree."""
     first = leaf * LEAF
     moments = {}
     for path, values in sample_block(source, first, LEAF, "statistics:").named:
@@ -204,7 +204,10 @@ def _leaf(source: Source, leaf: int, channel: int | None) -> dict[str, Moments]:
 
 
 def _evaluate(program: Program, rows: Iterable[dict[str, Moments]]) -> dict[str, Moments]:
-    """Execute ``program`` (see the note in layout/sum_tree.py), with :meth:`Moments.joined` as the addition."""
+    """Combine ``rows``, the moments of single blocks of samples, by :meth:`Moments.joined`, in the order of a tree.
+
+    ``program`` says in which order: [Note: tree programs] in layout/sum_tree.py.
+    """
     values, stack = list(rows), list[dict[str, Moments]]()
     for step in program:
         if step >= 0:

@@ -87,7 +87,7 @@ class SampleForm:
 
     @classmethod
     def like(cls, example: Any) -> SampleForm:
-        """Return the form of ``example``, a pair ``(x, y)`` of arrays: one sample, of any values."""
+        """Return shapes and dtypes of ``example``, one sample of any values: a pair ``(x, y)`` of arrays."""
         if not isinstance(example, tuple | list) or len(example) != 2:
             raise ArgumentError(
                 f"like={example!r:.80}: expected one sample, the pair (x, y) of arrays without an axis "
@@ -108,7 +108,7 @@ class SampleForm:
         return np.empty(head + self.x_shape, self.x_dtype), np.empty(head + self.y_shape, self.y_dtype)
 
     def checked(self, x: Any, y: Any, where: str) -> tuple[Array, Array]:
-        """Return ``x`` and ``y`` as contiguous arrays; raise a DataError naming ``where`` if they lack this form."""
+        """Return contiguous ``x`` and ``y``; raise DataError, naming ``where``, if their shapes or dtypes differ."""
         x, y = _taken(x, f"{where}: x"), _taken(y, f"{where}: y")
         for name, part, shape, dtype in ("x", x, self.x_shape, self.x_dtype), ("y", y, self.y_shape, self.y_dtype):
             if part.shape != shape or part.dtype != np.dtype(dtype):
@@ -119,7 +119,7 @@ class SampleForm:
         return np.ascontiguousarray(x), np.ascontiguousarray(y)
 
     def pack(self, x: Array, y: Array, into: Array) -> None:
-        """Write the bytes of a checked sample to the start of ``into``, an array of uint8."""
+        """Write the bytes of a sample from :meth:`checked` to the start of ``into``, an array of uint8."""
         data = x.tobytes() + y.tobytes()
         into[: len(data)] = np.frombuffer(data, np.uint8)
 
@@ -132,7 +132,7 @@ class SampleForm:
         return x, y
 
     def stack(self, samples: list[Sample], count: int) -> tuple[Array, Array]:
-        """Return arrays of ``count`` samples: ``samples``, stacked; if there are none, their values are not set."""
+        """Return ``count`` samples stacked to arrays; these are uninitialized if ``samples`` is an empty list."""
         x, y = self._empty(count)
         for position, sample in enumerate(samples):
             x[position], y[position] = sample.x, sample.y
@@ -232,7 +232,7 @@ class _Line:
         return True
 
     def answer(self, what: int) -> None:
-        """Start to send ``what`` to the producer: ``TAKEN`` for one sample, or ``STOPPED``."""
+        """Start to send ``what`` to the producer: ``TAKEN`` for a sample that a batch takes, ``STOPPED`` at the end."""
         if self.stopped:
             return
         self.stopped = what == STOPPED
@@ -473,7 +473,7 @@ class OnlineSource:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the form of the samples, because their values are unknown before they arrive."""
+        """SHA-256 of shapes and dtypes of the samples, because the values are unknown before the samples arrive."""
         return hashlib.sha256(repr(self.form).encode()).hexdigest()
 
     def check_ranks(self, comm: Communicator) -> None:
@@ -533,7 +533,9 @@ class OnlineSource:
         return broadcast
 
     def _look(self, count: int, heard: float) -> tuple[bool, int | None]:
-        """Receive for at most :data:`ROUND` seconds; tell whether anything arrived, and return the batch's size.
+        """Receive samples for at most :data:`ROUND` seconds; tell whether any arrived, and return the batch's size.
+
+        ``heard`` is the time at which a sample last arrived or, if none has, at which the batch was asked for.
 
         The size is None if the batch is not complete and more samples may come.
         """

@@ -104,7 +104,7 @@ def epoch_words(seed: int, epoch: int, purpose: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Slab:
-    """Say which part of every field a rank of a domain gets: its box of the space, or all without a domain.
+    """Say which part of every field a rank gets: with a domain a box of the space, without one the whole field.
 
     An array is a field if each of its samples has at least as many axes as the domain; other arrays are not cut.
 
@@ -120,17 +120,17 @@ class Slab:
     rank: int = 0
 
     def where(self, shape: tuple[int, ...]) -> Box:
-        """Return the positions of the part along the axes of space of one sample; () if the sample is not cut."""
+        """Return this rank's slice of each axis of space of a sample of ``shape``; () if the sample is not cut."""
         axes = 0 if self.cut is None else len(self.cut.parts)
         return () if self.cut is None or len(shape) < axes else self.cut.box(shape[:axes], self.rank)
 
     def rows(self, indices: Indices, shape: tuple[int, ...]) -> Any:
-        """Return the index that selects the part of the samples ``indices`` from an array of samples of that shape."""
+        """Return the index that selects this rank's part of the samples ``indices``; ``shape`` is one sample's."""
         where = self.where(shape)
         return (indices, *where) if where else indices
 
     def of(self, samples: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return the part of whole samples ``(x, y)``, contiguous, so that the rest of them is not kept."""
+        """Return this rank's part of whole samples ``(x, y)``, as contiguous arrays; without a domain, all of them."""
         if self.cut is None:
             return samples
         x, y = (map_arrays(self._cut, values) for values in samples)
@@ -140,7 +140,7 @@ class Slab:
         return np.ascontiguousarray(values[(slice(None), *self.where(values.shape[1:]))])
 
     def samples(self, source: Source, indices: ArrayLike, run: Run | None = None) -> tuple[Any, Any]:
-        """Return this rank's part of the samples of a source, whose class may have a method ``samples`` of its own."""
+        """Return this rank's part of samples of a source; if its class overrides ``samples``, whole samples are cut."""
         keywords: dict[str, Any] = {} if run is None else {"run": run}
         if self.cut is not None and type(source).samples is Source.samples:
             return source.samples(indices, **keywords, slab=self)
@@ -208,7 +208,7 @@ class Source(ABC):
         return slab.of(samples)
 
     def part_of_samples(self, indices: Indices, slab: Slab, **keywords: Any) -> tuple[Any, Any]:
-        """Return the result of :meth:`read_slab`; if a subclass overrides :meth:`read` only, cut what it returns."""
+        """Return the result of :meth:`read_slab`; if a subclass overrides :meth:`read` alone, cut whole samples."""
         kinds = type(self).__mro__
         reads, reads_slab = (next(kind for kind in kinds if name in vars(kind)) for name in ("read", "read_slab"))
         own = kinds.index(reads) < kinds.index(reads_slab)
@@ -285,7 +285,7 @@ class Source(ABC):
         return x, y
 
     def _checked_leaves(self, pair: Any, count: int) -> list[Any]:
-        """Return the leaves of what :meth:`read` returned, which must be a pair of trees of ``count`` samples."""
+        """Return the arrays in ``pair``, a result of :meth:`read`; raise DataError if one has not ``count`` samples."""
         source: Source = self
         while isinstance(source, Subset):  # which reads from another source
             source = source.source
@@ -374,8 +374,8 @@ def sample_block(source: Source, first: int, count: int, by: str, like: tuple[st
     Raises
     ------
     DataError
-        If samples are no arrays, or have another form than earlier samples. ``like`` is (words for the earlier samples,
-        their form or ""). The message begins with ``by``.
+        If samples are no arrays, or their structure, shapes or types differ from those of earlier samples. ``like`` is
+        (words for the earlier samples, :attr:`SampleTree.form` of these or ""). The message begins with ``by``.
     """
     x, y = source.samples(np.arange(first, min(first + count, len(source))))
     tree = SampleTree.of(x=x, y=y)
@@ -636,7 +636,7 @@ def _pair(sample: Any, must: str, name: str) -> tuple[Any, Any]:
 
 
 def _stacked(samples: Sequence[tuple[Any, Any]], numbers: Sequence[int], name: str) -> Any:
-    """Join samples that :func:`_pair` has returned into one (x, y); raise DataError if their shapes differ."""
+    """Join pairs of one sample each, from :func:`_pair`, into one pair (x, y); raise DataError if shapes differ."""
     try:
         return join(samples)
     except DataError as error:
@@ -853,7 +853,7 @@ def _taken(values: Any, name: str) -> Any:
 
 
 def _is_record(values: Any) -> bool:
-    """Tell whether ``values`` is a tuple or dataclass whose leaves are all arrays of samples."""
+    """Tell whether ``values`` is a tuple or dataclass, nested or not, of nothing but arrays with at least one axis."""
     if isinstance(values, Mapping | list | np.ndarray):
         return False
     leaves = leaves_of(values)
@@ -1082,7 +1082,7 @@ READ_BYTES = 1 << 20
 
 
 class MappedArray:
-    """Read rows and blocks of an array in a mapped file.
+    """Read rows (indices of the first axis) and blocks (slices along all axes) of an array in a mapped file.
 
     [Note: read ahead] Shuffled rows are in pages at random offsets, which a disk reads many times slower than
     neighbouring pages. If the array fits into memory, all of it will be read in an epoch and kept by the page cache. So
@@ -1112,7 +1112,7 @@ class MappedArray:
         return self.shape[0]
 
     def __getitem__(self, where: Any) -> Array:
-        """Return the rows of an array of indices, parts of these rows (indices and slices), or a block of slices."""
+        """Return rows (for an array of indices), parts of rows (indices and slices), or a block (slices alone)."""
         if isinstance(where, np.ndarray) and where.size >= self._contiguous and (np.diff(where) == 1).all():
             return self._read_contiguous(int(where[0]), where.size)
         if self._unread.any():
@@ -1296,7 +1296,7 @@ class TextSource(Source):
         return text[:, :-1].astype(np.int64), text[:, 1:].astype(np.int64)
 
     def _fill(self, row: Array, start: int) -> None:
-        """Fill ``row`` with the bytes of the text from byte ``start`` on, from as many files as needed."""
+        """Fill the array ``row`` with the bytes of the text from byte ``start`` on, from as many files as needed."""
         done, file = 0, bisect_right(self._ends, start)
         while done < row.size:
             begin = self._ends[file - 1] if file else 0

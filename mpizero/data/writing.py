@@ -222,5 +222,5 @@ def _successive(x: Array, slab: Slab, extents: tuple[int, ...], group: Any) -> t
 
 
 def _between(rows: Array, shard: slice) -> slice:
-    """Return the slice of ``rows``, ascending numbers, that are in the range ``shard``."""
+    """Return the slice of the array ``rows`` (ascending numbers) whose elements are in the range ``shard``."""
     return slice(*np.searchsorted(rows, (shard.start, shard.stop)).tolist())

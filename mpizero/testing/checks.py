@@ -579,7 +579,7 @@ class _Recorder:
 
 @dataclass(frozen=True)
 class _BlockCheck:
-    """Check the split form of one block against the whole block."""
+    """Check one block, as it is split into tiles, against the whole block."""
 
     name: str
     unsplit: Any
@@ -626,7 +626,7 @@ class _BlockCheck:
             self._close("backward_weights", [(label, value_at(grads, name))], [(label, expected)], known)
 
     def _equal(self, recorders: list[_Recorder], method: str, which: Callable[[str], bool]) -> None:
-        """Require of arrays whose names satisfy ``which`` equal bits on all tensor tiles of the same context tile."""
+        """Require that arrays whose names satisfy ``which`` have equal bits on all tensor tiles of one context tile."""
         across = self.tiled.grid.across
         for number, recorder in enumerate(recorders):
             first = number // across * across

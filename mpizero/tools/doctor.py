@@ -162,7 +162,7 @@ _SLOW_MESSAGES = 50
 
 
 def check_messages(comm: Communicator, threads: int) -> CheckResult:
-    """Count the calls of MPI, 10 ms apart, that it takes to send 1 MiB between nodes. Collective over ``comm``."""
+    """Count how many calls of MPI, one every 10 ms, sending 1 MiB between nodes takes. Collective over ``comm``."""
     calls = machine.try_message(comm)
     if calls is None:
         return CheckResult("messages", "ok", "all ranks are on one node")
@@ -198,7 +198,7 @@ def check_cores(comm: Communicator, threads: int) -> CheckResult:
 
 
 def check_blas(comm: Communicator, threads: int) -> CheckResult:
-    """Report what computes matrix products and which CPUs give their bits; compare the ranks' BLAS. Collective."""
+    """Report what computes matrix products, and on which CPUs with equal bits; compare the ranks' BLAS. Collective."""
     local, reason = machine.blas(), foreign_products()
     every = comm.allgather_object((local, reason))
     whose = bits([reason] if reason else [])

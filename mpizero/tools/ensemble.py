@@ -155,7 +155,10 @@ def _check(function: object, members: object, size: int, on_failure: object, onl
 
 
 def _run(function: Callable[[Member], Any], member: Member, *, keeps_going: bool) -> str:
-    """Train a member, write its outcome, and return its status. Collective over the member's ranks."""
+    """Train a member, write its outcome, and return its status. Collective over the member's ranks.
+
+    With ``keeps_going``, return the status "failed" after an error of ``function``; otherwise raise the error.
+    """
     outcome: dict[str, Any]
     with all_ranks(member.comm, "member"):
         if member.comm.rank == 0:

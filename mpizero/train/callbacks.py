@@ -512,10 +512,10 @@ def _checked(name: str, returned: Any, *, cut: bool) -> tuple[Any, Any]:
 
 
 def _require_part(name: str, pair: tuple[Array, Array], batch: tuple[Any, Any], axes: int) -> None:
-    """Raise DataError if fields have another shape in space than this rank's part of the samples.
+    """Raise DataError if the fields ``pair`` of a metric have other extents of space than this rank's part of samples.
 
     ``axes`` is the number of axes of space. Summing the fields over the ranks would not reveal the mistake, because the
-    parts of a field of another size fit together, too.
+    ranks' parts fit together to a whole field of another size, too.
     """
     spaces = {leaf.shape[1 : axes + 1] for leaf in SampleTree.of(samples=batch).leaves if leaf.ndim > axes}
     if wrong := [field.shape[1:-1] for field in pair if field.shape[1:-1] not in spaces]:

@@ -61,15 +61,15 @@ def shared_contents(comm: Communicator, source: Any, validation: Any) -> dict[st
 
 
 def contents(source: Source) -> dict[str, Any]:
-    """Return JSON values by which a resumed run recognizes a source: hashes of samples, of arrays, of file sizes.
+    """Return JSON values by which a resumed run recognizes a source: hashes of samples, of arrays, of files' sizes.
 
     Not collective.
 
     [Note: compared samples] 64 samples are read in any case. The number of samples is then doubled as long as reading
     is likely to take less than :data:`COMPARED_SECONDS`, up to all samples if there are few. A hash is stored for each
-    number of samples, because another machine may read more or fewer. The positions of samples are multiples of the
-    golden ratio: any number of them is spread over the whole source, and they do not coincide with a period of the
-    data.
+    number of samples, because another machine may read more or fewer. The positions of samples, as fractions of the
+    source's length, are multiples of the golden ratio modulo 1: any number of them is spread over the whole source, and
+    they do not coincide with a period of the data.
     """
     started, length = time.perf_counter(), len(source)
     digest, hashes, done, most = hashlib.sha256(), dict[str, str](), 0, min(length, COMPARED_SAMPLES)
@@ -95,7 +95,10 @@ def _add(digest: Any, source: Source, positions: Any) -> int:
 
 
 def _of_files(files: Any) -> dict[str, Any]:
-    """Return the number, total size and latest modification time of files, and hashes of all sizes and of all times."""
+    """Return a dict of number, total size and last change of ``files``, and of hashes of all sizes and all times.
+
+    ``files`` has the name, the size and the time of change in nanoseconds of each file. If it is empty, so is the dict.
+    """
     if not files:
         return {}
     names, sizes, times = zip(*files, strict=True)
@@ -112,7 +115,8 @@ def check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsew
     """Raise ConfigError if the data named ``what``, "training" or "validation", differ from those of the saved run.
 
     Not collective. ``saved`` and ``now`` are the results of :func:`shared_contents` in the saved run and in this one,
-    ``alike`` tells whether the fingerprints are equal, ``refused`` and ``elsewhere`` are parts of the error message.
+    ``alike`` tells whether the results of :func:`data_fingerprint` are equal, ``refused`` and ``elsewhere`` are parts
+    of the error message.
     """
     why = difference(saved.get(what, {}), now.get(what, {}))
     if why or not alike:
@@ -123,7 +127,7 @@ def check_data(what: str, alike: bool, saved: Any, now: Any, refused: str, elsew
 
 
 def difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Describe the first difference between two results of :func:`contents`; return "" if there is none.
+    """Describe the first difference between two results of :func:`contents` (hashes of data); "" if there is none.
 
     Not collective.
     """
@@ -150,6 +154,10 @@ def touched(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _counts(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the numbers of samples for which both results of :func:`contents` have a hash."""
+    """Return each n for which two results of :func:`contents` both have a hash of n samples.
+
+    ``saved`` and ``now`` are these results, of the saved run and of this one. The list is empty if the sources have
+    different lengths.
+    """
     same = saved.get("of") == now.get("of") and "samples" in saved and "samples" in now
     return [count for count in now["samples"] if count in saved["samples"]] if same else []

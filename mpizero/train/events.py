@@ -158,7 +158,7 @@ def _check_by_rank(ranks: int, lists: Mapping[str, Any], kind: type = float) -> 
 
 
 def _check_known(values: Mapping[str, Any], hints: Mapping[str, Any], whose: str) -> None:
-    """Raise ValueError, which names the key, if a value of ``values`` does not have its type in ``hints``."""
+    """Raise ValueError, which names the key, if a value of ``values`` is not of the type ``hints[key]``."""
     for name, hint in hints.items():
         if name in values and not fits(values[name], hint):
             raise ValueError(f"{whose} {name} = {_shortened(values[name])}")
@@ -452,7 +452,10 @@ def _shortened(value: Any) -> str:
 
 
 def _hint(hint: Any) -> Any:
-    """Return the type that a field's JSON value must have; the entries of lists are checked in ``__post_init__``."""
+    """Return the type that the JSON value of an event's field must have: ``hint``, or ``list`` or ``dict`` alone.
+
+    Lists of numbers, of cells, or by rank are checked later, in ``__post_init__`` of the event's class.
+    """
     numbers = (list[int], list[float], list[PipelineCell], dict[str, list[int]], dict[str, list[float]])
     return get_origin(hint) if hint in numbers else hint
 

@@ -383,7 +383,7 @@ class TrainingLoop:
         return f"the run in {self.folder.root} is complete, it has ended after step {self.step}{why}; {how_to_continue}"
 
     def _move_aside(self, newer: Sequence[StepFolder]) -> None:
-        """Move the checkpoints of later steps to another folder, and print a message about each."""
+        """Move ``newer``, the checkpoints of later steps, to another folder, and print a message about each."""
         folder = self.folder.set_steps_aside(one.path for one in newer)
         for one in newer:
             why = "of a later step" if one.valid else f"{'damaged' if one.damaged else 'not readable'}: {one.problem}"

@@ -284,7 +284,7 @@ def _short(seconds: float) -> float:
 
 
 def _by_rank(ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Convert one dict for each rank to a dict of lists by rank; a name that a rank does not have is 0 there."""
+    """Convert dicts, one for each rank, to one dict of lists by rank; a list has 0 for a rank without that name."""
     names = dict.fromkeys(name for rank in ranks for name in rank)
     return {name: [rank.get(name, 0) for rank in ranks] for name in names}
 

@@ -390,7 +390,7 @@ class Improvement:
     def restore(self, saved: Mapping[str, Any]) -> str:
         """Set the state to a result of :meth:`state`; return "", or a message if that result is ignored.
 
-        It is ignored if it is of another metric, or was measured on other samples or parameters (``measured``).
+        ``saved`` is ignored if it is of another metric, or was measured on other samples or parameters (``measured``).
         """
         if not saved:
             return ""

@@ -81,7 +81,7 @@ def sections_of(run: object, settings: Mapping[str, Any]) -> tuple[LoopSection, 
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """Return a hint, for the message, on what to use in place of an unknown argument of ``Trainer``; "" if unknown."""
+    """Return a hint on what to use in place of ``name``, an unknown argument of ``Trainer``; "" if there is no hint."""
     if "epoch" in name:
         return f"{nearest(name, known)}: count steps, steps=epochs * len(source) // global_batch"
     if "sched" in name:

@@ -82,8 +82,8 @@ def key_data(run: Run, number: int) -> Array:
     """Return two integers of 32 bits from which :func:`make_key` makes the key of block ``number``. Not collective.
 
     The integers depend on the seed, the step and the first sample of ``run``. They are passed to the compiled function
-    as an argument, so that it need not be compiled again for other keys. There are two, because JAX would cut one of 64
-    bits to 32 bits unless ``jax_enable_x64`` is set.
+    as an argument, so that it need not be compiled again for other keys. There are two integers, because JAX would cut
+    a single one of 64 bits to 32 bits unless ``jax_enable_x64`` is set.
     """
     seed = derived_seed(run, number)
     return np.array([seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF], np.uint32)
@@ -293,7 +293,7 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 def _inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Run a program equation by equation, including the programs that it calls."""
+    """Run a program of JAX (a jaxpr) equation by equation, including the programs that it calls."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr") if equation.primitive.name in _CALLS else None
@@ -307,7 +307,7 @@ def _inlined(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> 
 
 
 def _evaluated(jaxpr: Any, equations: list[Any], known: Mapping[Any, Any], outputs: Sequence[Any]) -> list[Any]:
-    """Evaluate equations of a program, given the values ``known`` by variable; return the values of ``outputs``."""
+    """Evaluate ``equations`` of a jaxpr, given the values ``known`` by variable; return the values of ``outputs``."""
     needed = {v for equation in equations for v in equation.invars if is_variable(v)}
     needed.update(filter(is_variable, outputs))
     inputs = [v for v in known if v in needed]
@@ -398,7 +398,7 @@ class TracedFunction:
 
 
 def _takes_key(function: Callable[..., Any], name: str, names: tuple[str, ...]) -> tuple[bool, bool]:
-    """Return whether a function takes a key as the keyword ``key``, and whether as its last positional argument."""
+    """Return whether a function takes a random key as keyword ``key``, and whether as its last positional argument."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -556,7 +556,8 @@ class FirstGrains:
     def _check_gradients(self, results: list[_Result], samples: int, within: float, *, add: bool) -> None:
         """Raise ``LayoutError`` if the gradients of the two parts do not give the gradient of all samples.
 
-        If ``add`` is true they must add up to it, otherwise form it when they are concatenated.
+        If ``add`` is true, the gradients of the parts must add up to the gradient of all samples; otherwise their
+        concatenation must be equal to it.
         """
         full, first, second = (one.gradient for one in results)
         largest = max((float(np.max(np.abs(leaf), initial=0)) for leaf in full), default=0.0)
@@ -670,7 +671,7 @@ def check_traces(function: TracedFunction, value: Callable[..., Any], examples: 
 
 
 def _uses_half_precision(jaxpr: Any) -> bool:
-    """Tell whether a program computes floating-point numbers of 16 bits."""
+    """Tell whether a program of JAX (a jaxpr) computes floating-point numbers of 16 bits."""
     return any(f":{kind}[" in str(jaxpr) for kind in ("bf16", "f16"))
 
 

@@ -255,7 +255,10 @@ def _children(node: Node) -> list[GradientEdge]:
 
 
 def _paths(graph: Pass) -> tuple[set[Node], set[Node], list[Node]]:
-    """Return the nodes that lead to an input, those that lead to a weight, and all nodes, children first."""
+    """Return the nodes that lead to an input, those that lead to a weight, and all nodes, each after its successors.
+
+    The successors of a node are the nodes to which its edges lead, in the direction of the backward pass.
+    """
     to_input = {get_gradient_edge(tensor).node for tensor in graph.inputs}
     to_weight = {get_gradient_edge(tensor).node for tensor in graph.weights}
     order: list[Node] = []
@@ -391,7 +394,10 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _again(function: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...], dy: torch.Tensor) -> Any:
-    """Return PyTorch's own gradients of ``function`` at ``inputs``, which can be differentiated again."""
+    """Return PyTorch's own gradients, which can be differentiated, of ``function`` at ``inputs``.
+
+    ``dy`` is the gradient of the function's output.
+    """
     with torch._C.DisableTorchFunction():
         wanted = [x for x in inputs if x.requires_grad]
         gradients = iter(torch.autograd.grad(function(*inputs), wanted, dy, create_graph=True))

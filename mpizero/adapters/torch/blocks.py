@@ -306,7 +306,7 @@ class TorchBlock(Layer):
         return output, recorded
 
     def _record(self, params: Params, recorded: _Recorded) -> Passed:
-        """Run the module with autograd's graph, and record the pass."""
+        """Run the module so that autograd records its graph, and store the results of the pass in ``recorded``."""
         call, specs = self.call, self.call.tensors.specs
         with call.prepared(recorded.run), torch.enable_grad():
             recorded.first, values = call.new, call.forward_values(params)
@@ -386,7 +386,7 @@ class TorchBlock(Layer):
 
     @property
     def _undivided(self) -> bool:
-        """Tell whether the backward pass must run as a whole, because its halves have given other gradients."""
+        """Tell whether the backward pass must run as a whole: its halves gave other gradients than the whole."""
         return bool(self._halves) and not self._halves[-1].equal
 
     def _look_at_halves(self, graph: Pass, gradients: Sequence[torch.Tensor], run: Run) -> None:

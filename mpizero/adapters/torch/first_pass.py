@@ -92,7 +92,7 @@ def sample_axis(leaves: Sequence[torch.Tensor]) -> int | None:
 
 
 def aligned(parts: InParts) -> list[tuple[int, int, list[torch.Tensor]]]:
-    """Return the leaves whose :func:`sample_axis` is known, each as (index of the leaf, axis, its three tensors)."""
+    """Return the leaves whose axis of samples is found, each as (index of the leaf, this axis, its three tensors)."""
     trees = [leaves_of(tree) for tree in parts]
     if len({len(leaves) for leaves in trees}) > 1:
         return []
@@ -145,7 +145,7 @@ def apart(full: torch.Tensor, other: torch.Tensor, least: float = 0.0, *, half_p
 
 @dataclass
 class _Chain:
-    """Hold the input of the next block for all samples and for their parts, and the output of the block before it."""
+    """Hold the next block's input, for all samples and for two parts of them, and the previous block's output."""
 
     next: int = 0
     count: int = 0
@@ -191,7 +191,9 @@ class Trial:
             chain.end = output
 
     def prediction(self, raw: Any, tensors: Any, count: int) -> list[tuple[InParts, int]]:
-        """Return a list of up to two (prediction in parts, number of samples), for the loss of the prediction ``raw``.
+        """Return up to two pairs, of a prediction in parts and its number of samples, for the loss of ``raw``.
+
+        ``raw`` is what the last block returned.
 
         First come the parts that the blocks have computed, then parts that are cut from ``tensors``, which is the
         prediction as tensors, of ``count`` samples.
@@ -313,7 +315,7 @@ class ModuleCopy:
 
 
 def _outside(tensors: Sequence[Any], known: Iterable[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
-    """Return weak references to the leaves of a graph besides ``known``.
+    """Return weak references to the leaves of the autograd graph of ``tensors``, except those in ``known``.
 
     Leaves that the pass itself has made are freed with the graph; leaves that live on are held by other objects.
     """
@@ -322,7 +324,10 @@ def _outside(tensors: Sequence[Any], known: Iterable[torch.Tensor]) -> list[weak
 
 
 def _check_outside(label: str, outside: Sequence[weakref.ref[torch.Tensor]], module: torch.nn.Module | None) -> None:
-    """Raise :class:`LayoutError` for a leaf of a finished pass that is still alive: nothing would train it."""
+    """Raise :class:`LayoutError` if a tensor in ``outside``, of weak references from :func:`_outside`, still exists.
+
+    Such a tensor requires a gradient, but is no parameter of the module, so nothing would train it.
+    """
     kept = next((tensor for reference in outside if (tensor := reference()) is not None), None)
     if kept is None:
         return
@@ -350,7 +355,7 @@ def _attribute_of(tensor: torch.Tensor, module: torch.nn.Module) -> str:
 
 @contextmanager
 def seeded() -> Iterator[Callable[[], None]]:
-    """Yield a function that resets PyTorch's generators to their present state; reset them at the end, too."""
+    """Yield a function that resets PyTorch's generators to the state at the start; reset them at the end, too."""
     state = random_state()
 
     def again() -> None:
@@ -480,7 +485,7 @@ class FirstPass:
             )
 
     def follows(self, count: int, *, new: bool) -> bool:
-        """Tell whether to compute ``count`` samples in parts: if their kind is ``new``, or this is the first time."""
+        """Tell whether to compute ``count`` samples in parts: if shapes or dtypes are ``new``, or at the first time."""
         return not self.trial.done and count > 0 and (new or not self._followed)
 
     def follow(self, fresh: Callable[[], ModuleCopy], x: Any, count: int, *, training: bool) -> None:
@@ -580,7 +585,10 @@ def _same(tree: Any) -> Any:
 def _in_parts(
     one: ModuleCopy, parts: InParts, again: Callable[[], None], modes: Mapping[str, bool]
 ) -> list[CopyGraph] | None:
-    """Run passes for all samples and for both parts; return None if the module raises or draws random numbers."""
+    """Run passes of the copy ``one`` of a module for all samples and for two parts of them, and return the results.
+
+    Return None if the module raises an error or draws random numbers. ``again`` resets the random generators.
+    """
     graphs = []
     try:
         for tree in parts:
@@ -684,7 +692,10 @@ class FirstLoss:
         return None if kind in self.kinds or len(self.kinds) >= MOST_SHAPES else kind
 
     def is_wanted(self, *, new: bool) -> bool:
-        """Tell whether to compare the loss of samples, which may be of a ``new`` kind, with losses of their parts."""
+        """Tell whether to compare the loss of samples with losses of their parts.
+
+        ``new`` says whether no samples of these shapes and dtypes were checked before.
+        """
         return (new and not self.added) or (self.by_rows and self.checked < MOST_ADDED)
 
     def check(self, prediction: Any, target: Any) -> None:

@@ -545,9 +545,9 @@ class LeftBehind:
     """Print a notice at the first use of a module of which mpizero trains a copy: it still has its start values.
 
     The object is a hook on calls and on ``state_dict()`` of the module and its submodules. In copies of the module,
-    pickled ones too, the hook prints nothing. Nor does it if the module's parameters have changed since, for example by
-    ``load_state_dict``. A notice is printed, too, if values are loaded into the module after the copy was made, but
-    before the first step: the copy does not get these values.
+    pickled ones too, the hook prints nothing. Nor does the hook print if the module's parameters have changed since the
+    hook was made, for example by ``load_state_dict``. A notice is printed, too, if values are loaded into the module
+    after the copy was made, but before the first step: the copy does not get these values.
 
     Parameters
     ----------

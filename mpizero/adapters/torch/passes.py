@@ -257,7 +257,10 @@ class ModuleCall:
             self.first_pass.kinds.add(kind)
 
     def _fresh(self, values: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor]) -> ModuleCopy:
-        """Return a copy of the module in its state before its first pass, for passes with these values."""
+        """Return a copy of the module as it was before its first pass, which runs with other tensors.
+
+        These are ``values`` for parameters, and ``numbers`` for integer buffers.
+        """
         if self._before is None:  # a pass may leave what cannot be copied, such as a tensor with its graph
             self._before = copy.deepcopy((self.module, self.tensors, self.training))
         module, tensors, modes = copy.deepcopy(self._before)

@@ -489,7 +489,7 @@ def read_part(path: Path, buffer: memoryview, start: int) -> None:
 
 
 def drop_cached(path: Path) -> None:
-    """Ask the system to remove a file's pages from the page cache; they must be flushed to the disk. Not collective."""
+    """Ask the system to remove a file, which must be flushed to the disk, from the page cache. Not collective."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

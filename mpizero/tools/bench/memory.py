@@ -276,9 +276,10 @@ def measure_layout(
 def _tables(
     run: _LayoutRun | _ConfigRun, steps: int, before: _LayoutRun | _ConfigRun | None, tell: Callable[[str], None]
 ) -> list[LayoutTable]:
-    """Measure and plan one layout; return a list with its table on rank 0, an empty list on other ranks. Collective.
+    """Measure and plan the layout of ``run``; return a list with its table (on rank 0; else an empty one). Collective.
 
-    First, one step of ``before`` loads libraries and kernels, and allocates the buffers that every run needs.
+    Before that, one step of the layout of ``before``, unless it is None, loads libraries and kernels, and allocates the
+    buffers that every run needs.
     """
     comm, layout = run.comm, run.parallel.describe(run.comm.size)
     memory = "shared" if run.parallel.share_node_memory else "private"

@@ -226,9 +226,10 @@ def _floors(request: StepRequest, config: RunConfig, comm: Communicator) -> Sequ
 def _train(
     request: StepRequest, setup: RunSetup, tell: Callable[[str], None]
 ) -> tuple[list[float], list[float], list[tuple[float, float, list[TimeSpan]]]]:
-    """Train; return lists of the seconds of untraced and of traced steps, and of the traced spans. Collective.
+    """Train; return the seconds of each untraced and of each traced step, and the phases of traced steps. Collective.
 
-    The third list has the start, the end and the spans of every traced step, by this rank's clock.
+    The third list has, for every traced step, its start, its end and its spans (each the name, start and end of one
+    phase), by this rank's clock.
     """
     train, model, comm = setup.loop, setup.model, setup.comm
     total = request.warm_up + 2 * request.steps

@@ -50,7 +50,7 @@ class CacheMeter:
         self._buffers: dict[int, tuple[int, int]] = {}
 
     def keep(self, cache: object, but: Iterable[object] = ()) -> tuple[Array, ...]:
-        """Start counting the arrays inside ``cache`` that are not inside ``but``, and return them, for :meth:`drop`."""
+        """Count from now on the arrays in ``cache``, except those in ``but``; return them, for :meth:`drop`."""
         skipped = {id(array) for value in but for array in buffers(value)}
         counted = tuple(array for array in buffers(cache) if id(array) not in skipped)
         for array in counted:

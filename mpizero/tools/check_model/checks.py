@@ -391,7 +391,7 @@ def check_gradient(points: Callable[[int], ParameterPoint]) -> tuple[list[ModelF
 def _from_the_last(
     checked: CheckedBlocks, findings: list[ModelFinding], wrong: Sequence[WrongGradient]
 ) -> list[ModelFinding]:
-    """Return the findings of a model of blocks, and say in the first one in which block to begin.
+    """Return ``findings`` about a model of blocks; the first one also says in which block to look for the error first.
 
     A block gets the gradient of its output from the next block, so an error in one block shows in all blocks before it.
     """
@@ -909,7 +909,7 @@ class _Check:
 
 
 def _beside_others(check: _Check, comm: Communicator) -> tuple[ModelFinding, ...]:
-    """Return the findings of all ranks, and another one if ranks computed different bits. Collective over ``comm``."""
+    """Return all ranks' findings, and one more finding if ranks computed different bits. Collective over ``comm``."""
     if comm.size == 1:
         check.notes.append("ranks: one only; under mpiexec -n 2 two are compared")
         return tuple(check.findings)

@@ -290,7 +290,7 @@ class CheckedFunction:
         return self._examined(returned)
 
     def _called(self, provided: Named, x: Any, y: Any, run: Run, gradients: dict[str, Array]) -> Any:
-        """Call the function, and return its loss, gradients and weight, also if it writes the gradients in place."""
+        """Call the function; return loss, gradients and weight, also if it writes gradients into arrays it is given."""
         args, kwargs = ((read_only(provided), (read_only(x), read_only(y))), {"run": run} if self._takes_run else {})
         try:
             if not self.in_place:

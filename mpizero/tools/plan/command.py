@@ -307,7 +307,7 @@ def report(plan: PlannedRun, *, with_timetable: bool = False) -> str:
 
 
 def _short(simulation: Simulation) -> bool:
-    """Tell whether the timetable is short enough for one line if its shortest instruction is one column wide."""
+    """Tell whether the pipeline's timetable fits on a line if its shortest instruction is one column wide."""
     shortest = min(end - start for events in simulation.events for _, start, end in events if end > start)
     return simulation.makespan / shortest <= _COLUMNS / 4
 
@@ -342,9 +342,9 @@ class _Row(NamedTuple):
 
 
 def _rows(plan: PlannedRun, sizes_of: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
-    """Find, for each stage and each tensor and context part, the rank with the largest sum of ``sizes_of(rank)``.
+    """Find, by stage and by part (what a tensor and context rank holds), the rank with the largest ``sizes_of(rank)``.
 
-    Neighbouring parts of a stage with equal sizes become one line of the table.
+    The sums of the sizes are compared. Neighbouring parts of a stage with equal sizes become one line of the table.
     """
     largest: dict[tuple[int, int], RankPlan] = {}
     for rank in plan.training.by_rank:
@@ -430,7 +430,7 @@ def _operations(plan: PlannedRun) -> str:
 
 
 def _seconds(plan: PlannedRun, floors: TimeFloors) -> str:
-    """Format the predicted time of a step, and of its phases on the slowest rank."""
+    """Format the predicted time of a step and of its phases on the slowest rank; ``floors`` has the seconds by rank."""
     machine, rank = floors.machine, floors.slowest
     parts = floors.by_rank[rank]
     total = sum(parts.values())

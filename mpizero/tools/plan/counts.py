@@ -78,7 +78,7 @@ def one_call(nbytes: int) -> Sent:
 
 
 class Buffers(NamedTuple):
-    """Hold the sizes of the buffers of one segment of an exchange, in bytes.
+    """Hold the bytes of the buffers of one segment (elements that are sent and received together) of an exchange.
 
     Attributes
     ----------
@@ -95,7 +95,10 @@ class Buffers(NamedTuple):
 
 
 class ExchangeCost(NamedTuple):
-    """Hold what a rank sends in a reduction or an all-gather between peers, and the buffers of each segment of it."""
+    """Hold what a rank sends in a reduction or an all-gather between peers, and the buffers of each segment.
+
+    A segment is a number of elements that are sent and received together; large vectors are sent in several segments.
+    """
 
     sent: Sent
     buffers: tuple[Buffers, ...] = ()
@@ -178,8 +181,8 @@ def gather_cost(
 def direct_gather_cost(columns: Iterable[Sequence[int]], peer: int, itemsize: int) -> ExchangeCost:
     """Return the cost of :func:`mpizero.comm.reduce.begin_gather`, which needs no buffers. Not collective.
 
-    The all-gather sends several spans together: ``columns[j][i]`` is how many elements span j of peer i has.
-    ``peer`` is the peer whose cost is computed.
+    The all-gather sends several spans (ranges of neighbouring elements) together: ``columns[j][i]`` is how many
+    elements span j of peer i has. ``peer`` is the peer whose cost is computed.
     """
     pieces = [piece for sizes in columns for piece in pieces_of([Span(0, size) for size in sizes])]
     return ExchangeCost(total_sent(one_call(piece[peer].size * itemsize * (len(piece) - 1)) for piece in pieces))
@@ -382,7 +385,7 @@ class RecordingGroup:
 
 
 class FieldExtents:
-    """Store the extents of the fields that the layers of each block ask for, and return them later in the same order.
+    """Store the extents (lengths along each axis of space) of each block's fields, to return them later in this order.
 
     A rank's part of a field does not say how large the field is. So blocks run first on whole fields, whose extents
     are stored, and then on a rank's parts, where the layers get the stored extents.
@@ -408,10 +411,10 @@ class FieldExtents:
 
 
 class RecordingDomain(RecordingGroup):
-    """Replace the group of a domain on one rank, as :class:`RecordingGroup`; ``extents`` says how large fields are.
+    """Replace the group of a domain on one rank, as :class:`RecordingGroup`; ``extents`` has the sizes of fields.
 
-    If the domain has one rank, the extents of whole fields are stored in ``extents``; if it has several, they are read
-    from there.
+    If the domain has one rank, the extents (lengths along the axes of space) of whole fields are stored in ``extents``;
+    if it has several ranks, extents are read from there.
     """
 
     def __init__(self, cut: Cut, rank: int, calls: list[GroupCall], extents: FieldExtents) -> None:
@@ -419,11 +422,11 @@ class RecordingDomain(RecordingGroup):
         self.cut, self.extents = cut, extents
 
     def all_gather(self, x: Array, axis: int, sizes: Sequence[int], tag: str = "") -> Array:
-        """Record the call; return zeros in which this rank's part is ``x``, or the extents of all ranks' parts.
+        """Record the call; return zeros in which this rank's part is ``x``, or the sizes of all parts of a field.
 
-        Extents are returned if ``tag`` is "extents". Layers send extents in the first step only: these calls are not
-        recorded. Functions of a domain send them in every call, with a checksum of the call in a further column of
-        ``x``: these calls are recorded.
+        Sizes (lengths along the axes of space) are returned if ``tag`` is "extents". Layers send the size of their part
+        in the first step only, so those calls are not recorded. Functions of a domain send it in every call, with a
+        checksum of the call in a further column of ``x``, so those calls are recorded.
         """
         if tag != "extents":
             return super().all_gather(x, axis, sizes, tag)
@@ -540,7 +543,7 @@ class StepBatches:
         return tuple(part.stop - part.start for part in self.grains.micro_batches(grain, self.accumulate))
 
     def owners(self, grid: PlannedGrid) -> Sequence[int]:
-        """Return, for each grain, the rank of ``grid.batch`` that computes it. Not collective."""
+        """Return, for each grain, the rank in the group ``grid.batch`` that computes the grain. Not collective."""
         return (round_owners if self.in_rounds else contiguous_owners)(grid, self.grains.count)
 
     def samples_moved(self, grid: PlannedGrid) -> int:
@@ -592,7 +595,7 @@ class PlannedGrid(NodeOrder):
     """Hold the groups of one rank of a planned job, under the names that :class:`mpizero.comm.ProcessGrid` uses.
 
     ``coordinates`` holds the rank's coordinates on ``axes``, the axes of parallelism. ``nodes`` and ``position`` are
-    described in :class:`NodeOrder`.
+    described in :class:`NodeOrder` (layout/mesh.py).
     """
 
     axes: Axes

@@ -119,7 +119,7 @@ class PeakMemory:
         return tracemalloc.get_traced_memory()[1] + most - self._start
 
     def foreign(self, addresses: Iterable[int]) -> int:
-        """Return the bytes that another library has in use, without arrays at ``addresses``. Not collective."""
+        """Return the bytes that another library now has in use, without its arrays at ``addresses``. Not collective."""
         return 0 if self._allocations is None else self._allocations.now - sum(map(self.size_at, set(addresses)))
 
     def size_at(self, address: int) -> int:
@@ -198,7 +198,7 @@ def _inside(item: Any) -> list[Any]:
 
 
 def leaf_addresses(tree: Any) -> list[int]:
-    """Return, for each array of a tree, the address of its memory."""
+    """Return the memory address of each array of ``tree``, an array or nested containers of arrays."""
     return [_address(array) for array in leaves_of(tree) if array is not None]
 
 
@@ -251,7 +251,8 @@ class BlockTrial(NamedTuple):
     Attributes
     ----------
     output, gradient : TreeForm or None
-        Forms of the output and of the input's gradient; ``gradient`` is None if the block computes none.
+        Forms (structure, shapes and dtypes) of the output and of the input's gradient; ``gradient`` is None if the
+        block computes none.
     passes : tuple of (int or None)
         For each array of the output, the index of the input array that it is or is a view of; None if there is none.
     saved : SavedMemory
@@ -366,7 +367,7 @@ class BlockTrials:
         return self.sample.x.shape, self.sample.y.shape, parameters
 
     def _run(self, samples: int) -> Trials:
-        """Run one block of each kind on ``samples`` samples: zeros of the shape that the previous block returned.
+        """Run one block of each kind on ``samples`` samples, zeros with the shape of the previous block's output.
 
         Returns the trials by block name, with the loss under None. The first block runs on copies of the real sample.
         """
@@ -400,11 +401,11 @@ class BlockTrials:
             self.extents.begin(block)
 
     def _warm(self, computing: Any, kind: str, attempt: Callable[[Any], Any], argument: Any) -> None:
-        """Call ``attempt`` before the first trial of blocks of this kind, with one sample, without measuring it.
+        """Call ``attempt``, a block's passes, with one sample before blocks of this kind are tried; measure nothing.
 
         In a first call, imports and compilation allocate memory that stays. A block whose attribute ``allocations``
-        counts the memory of another library is called with all samples, before each trial, ``allocations.looks`` times:
-        in so many first calls an adapter may check the block, which takes memory.
+        counts the memory of another library is called ``allocations.looks`` times before each trial, with all samples,
+        because an adapter may check the block in that number of first calls, which takes memory.
         """
         if hasattr(computing, "allocations"):
             for _ in range(computing.allocations.looks):
@@ -474,7 +475,7 @@ def _kind(layer: Layer) -> str:
 
 
 def _grown(few: BlockTrial, more: BlockTrial, samples: int) -> BlockTrial | None:
-    """Extrapolate trials on ``FEW`` and on ``FEW + 1`` samples to ``samples``; None if calls do not grow linearly."""
+    """Extrapolate two trials of a block to ``samples`` samples; None if its group calls do not grow linearly."""
     calls = _calls(few.calls, more.calls, samples)
     if calls is None:
         return None
@@ -689,7 +690,7 @@ class ModelPart:
         return [*self.length_calls, *(call for trial in self.tried(chunk, samples) for call in trial.calls)]
 
     def output(self, chunk: int, samples: int) -> TreeForm:
-        """Return the form of a chunk's output for one micro-batch of ``samples`` samples. Not collective."""
+        """Return structure, shapes and dtypes of a chunk's output for ``samples`` samples. Not collective."""
         return self._trials.of(samples)[self.blocks(chunk)[-1]].output
 
     def gradient(self, chunk: int, samples: int) -> TreeForm:
@@ -748,7 +749,7 @@ def _try_blocks(
     slab: Slab,
     extents: FieldExtents | None,
 ) -> tuple[BlockTrials | None, str, tuple[GroupCall, ...]]:
-    """Return trials of blocks, why they do not determine memory ("" if they do), and group calls before blocks run.
+    """Return trials of blocks, why these do not determine memory ("" if they do), and group calls before blocks run.
 
     Not collective. The blocks of a split model must be tried, because their outputs are messages.
 
@@ -787,7 +788,7 @@ def field_extents(model: BlockModel, axes: int, sample: TrialSample) -> FieldExt
     Raises
     ------
     ConfigError
-        If a block has no form for a domain, or cannot be tried.
+        If a block cannot be split over a domain, or cannot be tried.
     """
     extents, cut, calls = FieldExtents(), Cut((1,) * axes), list[GroupCall]()
     whole = domain_model(model, cut, RecordingDomain(cut, 0, calls, extents))
@@ -827,7 +828,10 @@ def _local(
 
 
 class _BorderArray(NamedTuple):
-    """Describe an array that blocks pass on: its first border ([Note: borders]), its position there, its bytes."""
+    """Describe an array that blocks pass on: the first border that it crosses, its index there, its bytes.
+
+    A border ([Note: borders]) is the place between two blocks; the index counts the arrays that cross it together.
+    """
 
     border: int
     position: int
@@ -835,7 +839,7 @@ class _BorderArray(NamedTuple):
 
 
 def _bytes_of(arrays: Iterable[_BorderArray], border: int) -> int:
-    """Return the bytes of the ``arrays`` whose first border is ``border``; each array counts once."""
+    """Return the bytes of those ``arrays`` that cross ``border``, but none before it; each array counts once."""
     return sum(array.nbytes for array in frozenset(arrays) if array.border == border)
 
 
@@ -843,9 +847,10 @@ def _bytes_of(arrays: Iterable[_BorderArray], border: int) -> int:
 class ChunkActivations:
     """Compute the memory that one micro-batch needs on a chunk, from trial runs of the chunk's blocks.
 
-    [Note: borders] A border consists of what one block passes to the next: an array, or the arrays of a tree. Each
-    array is counted once, at the first border that it passes, and stays in memory as long as one of the blocks keeps
-    it. The input of the model's first block is not counted; it belongs to the data.
+    [Note: borders] A border is the place between two neighbouring blocks of a chunk, before the first one, or after the
+    last one. What one block passes to the next crosses it: an array, or the arrays of a tree. Each array is counted
+    once, at the first border that it crosses, and stays in memory as long as one of the blocks keeps it. The input of
+    the model's first block is not counted; it belongs to the data.
 
     Attributes
     ----------
@@ -860,7 +865,7 @@ class ChunkActivations:
 
     @cached_property
     def _arrays(self) -> tuple[tuple[_BorderArray, ...], ...]:
-        """The arrays of each border: the one before the first block, and the ones after each block."""
+        """For each border (place before the first block, or after a block), the arrays that blocks pass across it."""
         count = len(self.trials[0].saved.input)
         sizes = [0] * count if self.entry is None else [shape.nbytes for shape in self.entry.shapes]
         borders = [tuple(_BorderArray(0, index, size) for index, size in enumerate(sizes))]
@@ -876,12 +881,12 @@ class ChunkActivations:
 
     @cached_property
     def _borders(self) -> tuple[int, ...]:
-        """Bytes of each border's arrays, without arrays that pass an earlier border, too."""
+        """For each border (place before or after a block), the bytes of arrays that cross it but no earlier border."""
         return tuple(_bytes_of(arrays, number) for number, arrays in enumerate(self._arrays))
 
     @cached_property
     def _saved_borders(self) -> tuple[int, ...]:
-        """Bytes of each border's arrays that caches keep for the backward pass."""
+        """For each border (place before or after a block), the bytes of arrays first crossing it that caches keep."""
         return self._borders_saved_by(self.trials)
 
     def _borders_saved_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:
@@ -889,7 +894,7 @@ class ChunkActivations:
         return tuple(_bytes_of(saved, number) for number in range(len(self._arrays)))
 
     def _saved_by(self, number: int, trial: BlockTrial) -> set[_BorderArray]:
-        """Return those arrays of the borders before and after block ``number`` that its cache kept in ``trial``."""
+        """Return those arrays of the input and the output of block ``number`` that its cache kept in ``trial``."""
         sides = zip(self._arrays[number : number + 2], (trial.saved.input, trial.saved.output), strict=True)
         return {array for arrays, saved in sides for array, keeps in zip(arrays, saved, strict=True) if keeps}
 
@@ -906,7 +911,7 @@ class ChunkActivations:
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:
-        """For each block, the bytes that earlier blocks keep, without the block's input; last, those of all blocks."""
+        """For each block, the bytes that all blocks before it keep, except its input; last, those of all blocks."""
         each = (trial.saved.cached + border for trial, border in zip(self.trials, self._saved_borders, strict=False))
         return tuple(accumulate(each, initial=0))
 
@@ -1040,7 +1045,7 @@ class StageActivations:
         return ahead + (self._moved(self.program[number - 1], 1) if number else 0)
 
     def _moved(self, instruction: Instruction, way: int) -> int:
-        """Return the bytes received from another stage before an instruction (``way`` -1) or sent after it (1)."""
+        """Return the bytes that an instruction receives from another stage (``way`` is -1) or sends to another (1)."""
         kind, chunk, micro = instruction
         samples, stages, forward = self.jobs[micro], self.part.partitioned.parallel_layout.chunks, kind == "forward"
         other = chunk + way if forward else chunk - way

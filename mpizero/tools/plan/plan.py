@@ -109,7 +109,7 @@ class MemoryBytes(NamedTuple):
         return self.private + self.shared // self.sharers
 
     def __add__(self, other: object) -> MemoryBytes:
-        """Return the sum of the private bytes, and of this rank's shares of both windows."""
+        """Return the memory of both operands: sums of their private bytes, and of this rank's shares of windows."""
         if not isinstance(other, MemoryBytes):
             return NotImplemented
         sharers = lcm(self.sharers, other.sharers)
@@ -287,7 +287,10 @@ class RankMemory:
         return self.traffic.part.layout.largest_frozen * self._item
 
     def _exchange_buffers(self) -> int:
-        """Return the bytes of the buffers for messages of gradients; each segment in flight has buffers of its own."""
+        """Return the bytes of the buffers for messages of gradients.
+
+        The gradients are sent in segments (ranges of elements); each segment in flight has buffers of its own.
+        """
         reductions, replications = self.traffic.reductions, self.traffic.replications()
         segments = [segment for cost in reductions for segment in cost.buffers]  # those of parameters need no buffers
         first = [segment for cost in replications for segment in cost.buffers]
@@ -520,7 +523,7 @@ class TrainingPlan:
         return self._traffic[rank]
 
     def _training_on(self, grid: PlannedGrid) -> PlannedTraining:
-        """Return :attr:`training`; with a domain, with the bytes of the boxes of fields of the rank of ``grid``."""
+        """Return :attr:`training`; with a domain, its bytes of samples are those of the parts on ``grid``'s rank."""
         if not (domain := self.parallel_layout.domain):
             return self.training
         tree = SampleTree.of(**dict(zip("xy", Slab(Cut(domain), grid.context.rank).of((self.x, self.y)), strict=True)))
@@ -530,7 +533,7 @@ class TrainingPlan:
         return replace(self.training, sample_bytes=sizes, slab_bytes=described)
 
     def _tensors_of(self, part: ModelPart, grid: PlannedGrid) -> TensorPlan:
-        """Return the owners of the tensors of ``part`` that the optimizer updates as a whole.
+        """Return which ranks update the tensors of ``part`` that the optimizer updates as a whole.
 
         The result is cached, and used for all ranks that hold the same part of the model and whose data groups are
         divided among nodes in the same way.
@@ -573,7 +576,7 @@ class TrainingPlan:
     # ------------------------------------------------------------------ parts
 
     def _flow(self, traffic: RankTraffic) -> StageActivations:
-        """Return the memory that a rank needs for its micro-batches; ``traffic`` is that of the rank.
+        """Return the memory that a rank needs for its micro-batches; ``traffic`` describes the rank.
 
         The result is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
         """

@@ -426,7 +426,7 @@ class StepPasses:
     def fused(self) -> bool:
         """Tell whether the last sum of gradients and the update are one pass.
 
-        In rounds, the update reads the sum of all grains from the stack of partial sums.
+        In rounds, the sum of all grains is complete before this pass, which reads it from the memory for partial sums.
         """
         training, partitioned = self.traffic.training, self.traffic.part.partitioned
         return fuses_update(
@@ -440,7 +440,7 @@ class StepPasses:
     # ------------------------------------------------------------------ by phase
 
     def local_sums(self) -> list[PassBytes]:
-        """Return the passes that check each micro-batch's gradients, and those that add gradients within the rank.
+        """Return the passes over memory that check each micro-batch's gradients, or add gradients within the rank.
 
         Not collective.
         """

@@ -144,7 +144,7 @@ class RankTraffic:
 
     @property
     def _reduced(self) -> Iterator[tuple[int, int]]:
-        """For each exchange of gradients in rounds, in order, the number of its round and the index of its unit."""
+        """For each exchange of gradients in rounds, in order, the number of the round and the index of the unit."""
         accumulate = self.training.config.accumulate
         of_chunk = {c: self.part.layout.units_of(self.part.blocks(c)) for c in self.part.partitioned.chunks}
         for kind, chunk, micro in self.program:
@@ -152,7 +152,10 @@ class RankTraffic:
                 yield from ((micro // accumulate, unit.index) for unit in reversed(of_chunk[chunk]))
 
     def _exchanges(self, units: Sequence[int], counts: Sequence[int]) -> list[ExchangeCost]:
-        """Return the costs of exchanging the partial sums of ``units``: of uncompressed and of compressed elements."""
+        """Return the costs of exchanging the partial sums of ``units``: of uncompressed, then of compressed elements.
+
+        ``counts`` has, for each peer, the number of partial sums that its node sends.
+        """
         training, costs = self.training, []
         for codec, owned in self._forms:
             totals = [sum(of_units[unit] for unit in units) for of_units in owned]
@@ -199,7 +202,8 @@ class RankTraffic:
     def _buckets(self) -> list[tuple[Codec | None, Sequence[Sequence[Span]]]]:
         """For each bucket that is summed during the backward pass (DDP), its codec and the ranges that each peer sums.
 
-        See :func:`bucket_forms`.
+        If a codec compresses only some ranges of the gradients, each bucket has two entries: one with None for its
+        uncompressed ranges, and one with the codec.
         """
         layout, shards = self.part.layout, self.part.shards.shards
         spans = [
@@ -343,7 +347,7 @@ class RankTraffic:
         return squares.times(times)
 
     def _counted(self) -> int:
-        """Return how many sums of squares of parameters or tiles this rank sends to the other ranks of its replica."""
+        """Return how many sums of squares, each of a parameter or tile, this rank sends to the rest of its replica."""
         if self.grid.coordinates.context:
             return 0
         specs = [e.spec for e in self.part.layout.parameters if e.spec.optimized and e.spec.guest is None]

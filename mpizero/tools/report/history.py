@@ -212,7 +212,7 @@ class RunHistory:
 
     @cached_property
     def speed(self) -> float | None:
-        """The median speed of all steps but the run's first three; None if there are no others."""
+        """The median speed of all steps but the run's first three; None if there are no later steps."""
         rates = [rate for rate in self.series(self.rate)[1][3:] if rate == rate]
         return statistics.median(rates) if rates else None
 
@@ -622,7 +622,7 @@ def _waiting(history: RunHistory) -> Iterator[str]:
 
 
 def _of_earlier(history: RunHistory, start: SessionStart | None) -> str:
-    """Return a text that names the session ``start`` of a measurement; "" if it is the last session."""
+    """Return a text that names the session with the start event ``start``; "" for the last session of the run."""
     if start is None or start is history.start:
         return ""
     return f" (session {start.visit}, on {counted(start.ranks, 'rank')})"
@@ -634,7 +634,7 @@ def _waited(means: MeanPhases, rank: int) -> str:
 
 
 def _beside_median(history: RunHistory, means: MeanPhases) -> str:
-    """Return a sentence that compares the speed of the measured steps with the median step."""
+    """Return a sentence that compares the speed of the measured steps with the median speed; "" if it is not known."""
     speed = history.speed_at(means.steps)
     if speed is None or history.speed is None:
         return ""

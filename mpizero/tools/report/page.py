@@ -161,7 +161,7 @@ def _waiting_table(means: MeanPhases) -> Iterator[Markup]:
 
 
 def beside(drawn: Markup, *more: Markup) -> Markup:
-    """Return a figure with further content beside it, or below it on a narrow page."""
+    """Return the figure ``drawn`` with further content (``more``) beside it, or below it on a narrow page."""
     return element("div", drawn, element("div", *more), class_="pictures")
 
 
@@ -465,7 +465,7 @@ def curve_section(histories: Sequence[RunHistory], *above: Markup) -> Markup:
 
 
 def _curve(histories: Sequence[RunHistory], number: int, name: str, *, dots: bool = False) -> Curve:
-    """Return the curve of a metric of a run, with the markers of that run."""
+    """Return the curve of a metric of a run, with marks at the run's skipped steps and resumes."""
     history, colour = histories[number], colour_of(number) if len(histories) > 1 else None
     markers = Markers([s.step for s in history.skips], [resume.first for resume in history.resumes], colour or SKIPPED)
     return Curve(*history.series(name), colour or INK, dots=dots, name=history.name, markers=markers)

@@ -75,7 +75,7 @@ class Vectors:
     entries: Sequence[ParameterUse] | None = None
 
     def mask(self, entry: ParameterUse) -> Array:
-        """Return a mask of the tensor elements that differ by more than ``bound`` (None: by any bit)."""
+        """Return a mask of the elements of tensor ``entry`` that differ by more than ``bound`` (None: in any bit)."""
         a, b = (values[entry.span.start : entry.span.stop] for values in (self.actual, self.expected))
         bits = f"u{a.dtype.itemsize}"
         different: Array = a.view(bits) != b.view(bits)
@@ -86,7 +86,9 @@ class Vectors:
 
 
 class LocatedDifference(NamedTuple):
-    """Hold a finding, and the ``indices`` of the differing elements in the flat vector of the quantity.
+    """Hold a finding (the description of a difference), and the ``indices`` of the elements that differ.
+
+    The indices are those in the flat vector of the quantity that ``finding.quantity`` names.
 
     ``of_parameters`` tells whether the flat vector has one element for each element of the parameters.
     """
@@ -96,7 +98,7 @@ class LocatedDifference(NamedTuple):
     of_parameters: bool = True
 
     def with_finding(self, **changes: Any) -> LocatedDifference:
-        """Return a copy with some attributes of the finding changed. Not collective."""
+        """Return a copy in which some attributes of ``finding`` are changed. Not collective."""
         return self._replace(finding=replace(self.finding, **changes))
 
 
@@ -155,8 +157,8 @@ class TrainingState(NamedTuple):
     """Hold the parameters, as this rank sees them, and the optimizer's arrays, as flat vectors of the whole model.
 
     ``slots`` has the optimizer's arrays by name, such as "exp_avg"; :func:`slot_entries` says where each tensor lies in
-    one. ``step_count`` is the optimizer's step number, ``progress`` the saved state of a full-batch method such as
-    L-BFGS.
+    such a vector. ``step_count`` is the optimizer's step number, ``progress`` the saved state of a full-batch method
+    such as L-BFGS.
     """
 
     parameters: Array
@@ -571,7 +573,10 @@ class TrainingPair:
         return self.rounding.same(actual, expected)
 
     def _first(self, pairs: Sequence[Vectors], *, backward: bool = False) -> LocatedDifference | None:
-        """Return the first tensor that differs in one of ``pairs``, or None; with ``backward``, the last such one."""
+        """Return the first tensor that differs, in the first of ``pairs`` that have any difference, or None.
+
+        With ``backward``, it is the last tensor that differs in that pair.
+        """
         for vectors in pairs:
             entries = self.entries if vectors.entries is None else vectors.entries
             masks = [(entry, mask) for entry in entries if (mask := vectors.mask(entry)).any()]
@@ -580,7 +585,10 @@ class TrainingPair:
         return None
 
     def _slot(self, slot: str, actual: Array, expected: Array, bound: float | None) -> Vectors:
-        """Return the values of an optimizer array, by parameter, or by tensors of its own if it has other sizes."""
+        """Return an optimizer array of the layout and of one process, as :class:`Vectors`.
+
+        Its tensors are the parameters, or have sizes of their own if the optimizer keeps arrays of other sizes.
+        """
         has_entries = slot not in self.training.updater.optimizer.slots
         return Vectors(
             slot_name(slot), actual, expected, bound, slot_entries(self.training.engine, slot) if has_entries else None
@@ -601,7 +609,10 @@ class TrainingPair:
         return self.tolerance * change + rounding
 
     def _views(self, number: int, vectors: Vectors, before: Array | None) -> Finding | None:
-        """Compare the parameters and the private copies of every rank; return the first difference or None."""
+        """Compare ``vectors``, the parameters as each rank sees them, and each rank's own copy, with one process.
+
+        Return the first difference or None. ``before`` has the parameters before the update; None at the start.
+        """
         local = self._first([vectors])
         if local is not None and before is not None:
             reason = verdicts.diagnose_update(vectors.actual[local.indices], before[local.indices], PARAMETER)
@@ -621,13 +632,13 @@ class TrainingPair:
     # ------------------------------------------------------------------ explaining
 
     def _owned(self, located: LocatedDifference) -> Finding:
-        """Return the finding ``located``; if it names no ranks, add those that update the differing elements."""
+        """Return the finding in ``located``; if it names no ranks, add those that update the differing elements."""
         owners = self.training.owners()
         ranks = sorted({int(owner) for owner in owners[located.indices]} - {-1}) if located.of_parameters else []
         return located.finding if located.finding.ranks else replace(located.finding, ranks=tuple(ranks))
 
     def _explain_gradient(self, located: LocatedDifference, gradient: BatchGradient, batch: Any) -> Finding:
-        """Evaluate the batch again, and add ranks and probable cause to the finding ``located``."""
+        """Evaluate the batch again, and return the finding in ``located`` with ranks and probable cause added."""
         training, finding = self.training, located.finding
         looked = training.look(batch, finding.tensor)
         if finding.quantity == "loss":
@@ -674,7 +685,7 @@ class TrainingPair:
         return _explained(LocatedDifference(finding), verdicts.diagnose_loss(evidence, self._counts())).finding
 
     def _compare_parts(self, looked: TensorParts, reference: TensorParts) -> RankGradients | None:
-        """Compare this rank's micro-batch gradients of a tensor with one process; None if it has none to compare."""
+        """Compare this rank's gradients of micro-batches, for one tensor, with one process; None if there are none."""
         parts = looked.parts if self.layout.parallel.sample_parts == 1 else {}
         shared = sorted(parts.keys() & reference.parts.keys())
         if not shared:
@@ -720,7 +731,7 @@ class TrainingPair:
         return verdicts.diagnose_gradient(evidence, self._counts())
 
     def _counts(self) -> dict[str, int]:
-        """Return the numbers by which a sum may have been divided, such as ``{"ranks": 4}``. Not collective."""
+        """Return numbers by which a sum may have been divided by mistake, such as ``{"ranks": 4}``. Not collective."""
         scalars, accumulate = self.training.engine.scalars, self.training.model.config.accumulate
         counts = {"grains": scalars.count, "samples": scalars.samples, "micro-batches of a grain": accumulate}
         return self.layout.group_sizes() | {name: count for name, count in counts.items() if count > 1}
@@ -852,7 +863,7 @@ def _task(
 
 
 def _samples_of_rank(batches: Sequence[tuple[Any, Any]]) -> Feed:
-    """Return a feed that gives each rank its samples of each global batch."""
+    """Return a function ``feed(model)`` that yields this rank's samples of each of the global batches ``batches``."""
 
     def feed(model: Model) -> Iterator[tuple[Any, Any]]:
         group = model.batch_group
@@ -895,7 +906,7 @@ def _compare(
 
 @contextmanager
 def _named(layout: Layout) -> Iterator[None]:
-    """Name the layout in a :class:`ConfigError` of its training, unless it is one process without tiles."""
+    """Add the layout's name to a :class:`ConfigError` of the ``with`` block, unless it is one process without tiles."""
     try:
         yield
     except ConfigError as error:

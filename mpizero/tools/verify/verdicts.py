@@ -554,7 +554,7 @@ class GradientEvidence:
 def diagnose_loss(evidence: LossEvidence, counts: Mapping[str, int]) -> Diagnosis:
     """Find the probable cause of a loss that differs.
 
-    ``counts`` has the numbers by which a sum may have been divided, by the name of what is counted, such as
+    ``counts`` has numbers by which a sum may have been divided by mistake, by the name of what is counted, such as
     ``{"ranks": 4}``.
     """
     rounding, wrong, right = evidence.rounding, evidence.wrong_ranks, evidence.right_ranks
@@ -721,7 +721,10 @@ def _tied(evidence: GradientEvidence) -> str | None:
 
 
 def _is_part(extra: Array, part: Array, full: Array, rounding: Rounding) -> bool:
-    """Tell whether the difference ``extra`` equals ``part``, and ``part`` is far larger than rounding errors."""
+    """Tell whether ``extra`` equals ``part``, one use's part of a gradient, and is no rounding error of ``full``.
+
+    ``extra`` is the wrong gradient of a tied parameter minus ``full``, its gradient in one process.
+    """
     size = largest(part)
     bound = max(rounding.of_sums, rounding.tolerance or 0.0) * max(size, largest(full))
     return size > 8 * bound and largest(extra - part) <= bound

@@ -209,7 +209,7 @@ class ParallelSection(ConfigSection, DataParallelSettings, SplitSettings, NodeSe
         return self.values_of(DataParallelSettings) | self._split()
 
     def _split(self) -> dict[str, Any]:
-        """Return the :class:`SplitSettings` that apply, by name: all if there is a pipeline, else only ``tiles``."""
+        """Return, by name, the settings of how a model is split that apply: without a pipeline only ``tiles``."""
         return self.values_of(SplitSettings) if self.pipeline > 1 else {"tiles": self.tiles}
 
     def describe(self, ranks: int) -> str:
