@@ -66,7 +66,7 @@ class Placement:
 
     @property
     def zero_stage(self) -> int:
-        """The number of kinds of state that are sharded: 0 (DDP) to 3."""
+        """How many of optimizer state, gradients and parameters are sharded: 0 (DDP) to 3."""
         return self.shard_optimizer + self.shard_gradients + self.shard_parameters
 
     def in_contexts(self, contexts: int) -> Placement:
@@ -87,7 +87,7 @@ PLACEMENTS = {
 
 
 def placement(strategy: str) -> Placement:
-    """Return the placement table's row of ``strategy``: "ddp", "zero1", "zero2", "zero3" or "fsdp". Not collective.
+    """Return what ``strategy`` shards: "ddp", "zero1", "zero2", "zero3" or "fsdp". Not collective.
 
     Raises
     ------
@@ -573,7 +573,7 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, compressio
     Parameters
     ----------
     placement : Placement
-        The strategy's row of the placement table.
+        What the strategy shards.
     nodes, stages : int
         Number of ranks of the inter-node group, which exchange sums, and number of pipeline stages.
     compression : str or None
@@ -585,10 +585,11 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, compressio
 def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:
     """Tell which gradients an :class:`AllReduceBuffer` writes to scratch memory before it adds them to a sum.
 
-    "grains": the gradients of each grain that is added to the row of another grain. "micro-batches": the gradients of
-    all micro-batches of a grain but the first one, which are added to the row of the grain. None: no gradients. Scratch
-    memory is used only if blocks end their backward passes one after the other. They do not in pipelines, where a stage
-    computes several micro-batches at a time, nor on GPUs, where the host does not wait for the end of a block.
+    A row is memory for the gradients of all parameters. "grains": the gradients of each grain that is added to the row
+    of another grain. "micro-batches": the gradients of all micro-batches of a grain but the first one, which are added
+    to the row of the grain. None: no gradients. Scratch memory is used only if blocks end their backward passes one
+    after the other. They do not in pipelines, where a stage computes several micro-batches at a time, nor on GPUs,
+    where the host does not wait for the end of a block.
 
     Parameters
     ----------

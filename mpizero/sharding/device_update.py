@@ -41,7 +41,10 @@ _ONE_THREAD = 1
 
 
 class _Cut(NamedTuple):
-    """Describe ``size`` elements, from index ``first`` on, of the run or piece ``of``, a range of the parameters."""
+    """Describe ``size`` successive elements of ``of``, a range of the parameters that this rank updates.
+
+    ``first`` is the index of the first of these elements in that range.
+    """
 
     of: UpdateRun | UpdatePiece
     first: int
@@ -325,5 +328,9 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, full: bool) -> tuple[
 
 
 def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:
-    """Return a function that fills a buffer with gradients of ``cut``, by ``fill``, which does so for ``cut.of``."""
+    """Return a function that fills a buffer with gradients of the elements of ``cut``, by calling ``fill``.
+
+    Both functions take the index of the first gradient and the buffer. The index for ``fill`` counts from the start of
+    the range ``cut.of``, the index for the returned function from the start of ``cut``.
+    """
     return lambda first, out: fill(cut.first + first, out)

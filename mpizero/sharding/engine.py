@@ -1,4 +1,4 @@
-"""Train a model whose parameters are placed on ranks: one engine executes every row of the placement table.
+"""Train a model whose parameters are placed on ranks: one engine executes every strategy (``sharding/config.py``).
 
 [Note: a step] Samples are sent to the ranks that compute their grains or, with dynamic scheduling, put into the shared
 memory of the node that computes them (``sharding/batch.py``). Each rank computes the gradients of its grains

@@ -806,8 +806,9 @@ def gather_owned(engine: Engine, owned: Array) -> Array:
 
 
 def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
-    """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
+    """Return where each array of one ``slot`` of the optimizer state lies in the vector of :func:`gather_slot`.
 
+    A slot, such as "exp_avg", has one array for each parameter.
     Elementwise state has the offsets of its parameters in the flat vector of the whole model; state arrays of whole
     tensors follow one another. Not collective. The engine must have a bound optimizer.
     """
@@ -819,8 +820,9 @@ def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
 
 
 def gather_slot(engine: Engine, slot: str) -> Array:
-    """Gather the arrays of a slot of the optimizer state of the whole model, as one vector on every rank.
+    """Gather the arrays of one ``slot`` of the optimizer state, such as "exp_avg", as one vector on every rank.
 
+    The vector has the arrays of the whole model.
     :func:`slot_entries` says where each array lies; elements that belong to no array are 0. Collective over the world.
     """
     updater = engine.bound_updater

@@ -116,8 +116,8 @@ def _state_arrays(
 ) -> list[SavedArray]:
     """Return all arrays of the optimizer state, with this rank's ranges where ``wanted`` accepts the parameter.
 
-    ``state`` is this rank's state by slot. With ``local_only``, copies of state from the shards of other ranks are left
-    out.
+    ``state`` is this rank's state by slot, such as "exp_avg". With ``local_only``, copies of state from the shards of
+    other ranks are left out.
     """
     updater = engine.bound_updater
     specs = [elementwise.state_specs(updater.optimizer, entry.spec) for entry in engine.global_view.layout.parameters]
@@ -579,7 +579,10 @@ class _Renamed:
     attributes: dict[str, Any]
 
     def read(self, requests: list[LocalArray]) -> None:
-        """Read values into the pieces of ``requests``. Collective."""
+        """Read the ranges of arrays that ``requests`` list, by the arrays' names in the model, into their memory.
+
+        Collective.
+        """
         self.file.read([replace(request, path=self.origin[short_name(request.path)]) for request in requests])
 
 
