@@ -385,7 +385,11 @@ def _boxes(cut: Cut, extents: Sequence[int]) -> Wanted:
 
 
 def _cuts(axes: int, source: Sequence[int] | None, target: Sequence[int] | None, space: Space) -> tuple[Space, Cut]:
-    """Return a space that is cut as ``source`` says, and ``target`` as a Cut."""
+    """Return a :class:`Space` whose fields are cut as ``source`` says, and the cut that ``target`` says.
+
+    Both are the numbers of parts of each axis; None is the cut of ``space``. Raise :class:`GridError` if they do not
+    fit the ranks of ``space``.
+    """
     own = space.cut_of(axes)
     before, after = (own if parts is None else Cut(tuple(parts)) for parts in (source, target))
     for name, cut, sizes in (("source", before, {own.size}), ("target", after, {own.size, 1})):

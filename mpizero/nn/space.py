@@ -173,7 +173,7 @@ class Space:
         return _own_boxes(self.cut_of(len(extents)), tuple(extents), self.rank)
 
     def tiles(self, extents: Sequence[int]) -> list[Box]:
-        """Return the box of each of this rank's spatial tiles, in its own positions."""
+        """Return the box of each of this rank's spatial tiles, counted from the first position of this rank's part."""
         boxes = np.concatenate(self.boxes(extents))[:, 3 - len(extents) :]
         return [tuple(slice(*pair) for pair in box) for box in boxes.tolist()]
 
@@ -389,7 +389,10 @@ def _joined(x: Array, pieces: Sequence[Any]) -> Array:
 
 
 def _tree_of_nodes(leaves: list[tuple[TreeNode, Array]]) -> Array:
-    """Return the value of the tree's root, given the values of nodes such that each leaf is below one of them."""
+    """Return the sum over all spatial tiles: the value of the root of their binary tree.
+
+    ``leaves`` are nodes of this tree with their values; each tile is below exactly one of these nodes.
+    """
     total = sum(1 << node.level for node, _ in leaves)
     ((_, program),) = merge(((node, (row,)) for row, (node, _) in enumerate(leaves)), total)
     stack: list[Array] = []

@@ -303,7 +303,7 @@ def _described_part(leaf: Array) -> int:
 def _field_of(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[int]]:
     """Return the extents of the field to which most of ``shapes`` belong, and the ranks whose shapes do not belong.
 
-    ``shapes`` are the shapes of all ranks' parts of a field that is cut by ``cut``.
+    ``shapes`` are the shapes of the parts that the ranks of a domain have of a field; ``cut`` says how it is cut.
     """
     places = [cut.coordinates(rank) for rank in range(cut.size)]
     best: tuple[tuple[int, ...], list[int]] = ((), list(range(cut.size)))
@@ -835,7 +835,7 @@ class GrainScalars:
         self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
-        """Add the sum of losses and the total weight of one micro-batch to the record of its grain. Not collective."""
+        """Add the sum of losses and the total weight of one micro-batch to those of its grain. Not collective."""
         record = self._records.setdefault(grain, [0.0, 0.0])
         record[0] += loss
         record[1] += weight

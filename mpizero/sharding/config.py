@@ -66,7 +66,7 @@ class Placement:
 
     @property
     def zero_stage(self) -> int:
-        """How many of optimizer state, gradients and parameters are sharded: 0 (DDP) to 3."""
+        """The number of kinds of state (optimizer state, gradients, parameters) that are sharded: 0 (DDP) to 3."""
         return self.shard_optimizer + self.shard_gradients + self.shard_parameters
 
     def in_contexts(self, contexts: int) -> Placement:

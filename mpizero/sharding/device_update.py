@@ -52,12 +52,12 @@ class _Cut(NamedTuple):
 
     @property
     def state(self) -> int:
-        """The index of the cut's first element in the arrays of the optimizer state."""
+        """The index of the first of these elements in the arrays of the optimizer state."""
         return self.of.state + self.first
 
     @property
     def store(self) -> int:
-        """The index of the cut's first element in the parameter store."""
+        """The index of the first of these elements in the parameter store."""
         return self.of.store + self.first
 
 
@@ -110,7 +110,7 @@ class DeviceUpdater(Updater):
     def update_fused(
         self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
     ) -> None:
-        """Sum the gradients in ``rows`` on the GPU, divide the sum, and update the parameters from it.
+        """Sum the partial sums of gradients in ``rows`` on the GPU, divide the sum, and update the parameters from it.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters.
         """
@@ -176,7 +176,7 @@ class StagedUpdater(DeviceUpdater):
     def update_fused(
         self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
     ) -> None:
-        """Sum the gradients in ``rows`` on the host, divide the sum, copy it to the GPU, and update parameters there.
+        """Sum the partial sums of gradients in ``rows`` on the host, and update parameters from the sum on the GPU.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters;
         ``out`` is not used.

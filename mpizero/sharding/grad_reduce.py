@@ -686,9 +686,10 @@ class AllReduceBuffer:
         return self._sums[key]
 
     def parts_of(self, row: int | None, unit: Unit, block: str) -> list[Array]:
-        """Return the arrays, one for each range, that a block's gradients are written to: in a row or scratch memory.
+        """Return the arrays that a block's gradients are written to, one for each of its ranges of the gradient vector.
 
-        Not collective.
+        Not collective. They are views of row number ``row`` (memory for one gradient vector), or of scratch memory if
+        ``row`` is None.
         """
         key = (None if row is None else self._place(row), unit.index, block)
         if key not in self._views:
@@ -933,7 +934,7 @@ class OverlappedReduction:
         self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]
 
     def finish(self) -> None:
-        """Exchange the remaining buckets, and wait until :attr:`total`, this rank's first row, has all sums.
+        """Exchange the remaining buckets (parts of the gradient vector), and wait until :attr:`total` has all sums.
 
         Collective over the data group.
         """
@@ -1189,7 +1190,7 @@ class GradientExchange(ExactExchange):
 
     @property
     def _partial_sums(self) -> list[slice]:
-        """The slices of the residuals' array for the partial sums that are sent to other peers."""
+        """For each other peer, the slice of the array of residuals that is for the partial sums sent to this peer."""
         bounds = [slice(*pair) for pair in pairwise(self._bounds)]
         return [part for peer, part in enumerate(bounds) if peer != self.comm.rank]
 

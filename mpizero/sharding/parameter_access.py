@@ -148,7 +148,7 @@ class ParameterAccess:
             notice(f"grain_assignment='dynamic' has no effect here: {engine.assigned_in_advance}")
 
     def _with_private_fallback(self, step: Callable[[Engine], T]) -> T:
-        """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.
+        """Return ``step(engine)``; if gradients do not fit into shared memory, move the model out and try again.
 
         After the move every rank keeps its own copy of the model in private memory.
         """
@@ -234,7 +234,7 @@ class ParameterAccess:
 
     @property
     def _placement(self) -> Placement:
-        """The row of the placement table for this model's strategy: which state is sharded, and in which units."""
+        """What this model's strategy shards (parameters, gradients, optimizer state), and in which units."""
         return placement(self._strategy)
 
     @property

@@ -250,7 +250,7 @@ def tensors_last(pieces: Sequence[UpdatePiece], names: Container[str]) -> tuple[
 
 
 def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
-    """Join successive pieces of the same optimizer group into runs.
+    """Join successive pieces (ranges of single parameters) of the same optimizer group into runs.
 
     Two pieces are joined if the second begins where the first ends in the parameter store, in the reduced gradient and
     in the optimizer state.
@@ -1116,9 +1116,10 @@ class ParameterAllGather:
         return self._arrived == len(self._gatherings)
 
     def test_first(self) -> None:
-        """Let the messages of the first region progress; unlike :meth:`poll`, begin no barrier of the node.
+        """Let the messages of the first region (parameters that the next forward pass needs first) progress.
 
-        Not collective. It is for a rank that still updates parameters.
+        Not collective. Unlike :meth:`poll`, this begins no barrier of the node. It is for a rank that still updates
+        parameters.
         """
         keep_testing(self._gatherings[0].test)
 

@@ -351,6 +351,7 @@ class PlacedModel:
     def complete_grain_rule(self, x: Any, y: Any) -> None:
         """Complete the default grain rule of a PyTorch or JAX model, by the work that the model does on samples.
 
+        The grain rule says how global batches are cut into grains.
         Not collective; every rank calls it. The model counts this work from the types of ``x`` and ``y`` and the shapes
         of their samples; the arrays may be empty.
         """

@@ -383,7 +383,7 @@ class ArrayPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedArray:
-    """Describe an array of a checkpoint and this rank's pieces of it.
+    """Describe an array of a checkpoint, and the pieces (ranges of its elements) that this rank holds.
 
     ``path`` is the array's name in the checkpoint. ``spec`` describes the parameter in the whole model. ``real`` is the
     type of the real numbers in memory; a complex element consists of two.

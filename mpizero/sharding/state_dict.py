@@ -79,7 +79,7 @@ def _everything(spec: ParameterSpec) -> bool:
 
 
 def parameter_arrays(engine: Engine) -> list[SavedArray]:
-    """Return the arrays of all parameters of the model, with the pieces that this rank holds. Not collective."""
+    """Return the arrays of all parameters of the model, with the ranges that this rank holds. Not collective."""
     return _parameter_arrays(engine, _everything) + _integer_arrays(engine, filled=True)
 
 
@@ -153,9 +153,9 @@ def checkpoint_attributes(engine: Engine) -> dict[str, Any]:
 def attributes(engine: Engine) -> dict[str, Any]:
     """Return the value of the checkpoint attribute ``mpizero``. Not collective.
 
-    The value holds the optimizer's name, slots and number of updates, the step number, the loss scale, the layout, how
-    batches are cut into grains, numbers of tiles, and the name of each tied use of a parameter, with the name under
-    which the parameter is saved.
+    The value holds the optimizer's name, the names of its state arrays and its number of updates, the step number, the
+    loss scale, the layout, how batches are cut into grains, numbers of tiles, and the name of each tied use of a
+    parameter, with the name under which the parameter is saved.
     """
     updater = engine.updater
     return {

@@ -199,8 +199,9 @@ class Updater:
     def update_fused(
         self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
     ) -> None:
-        """Sum the gradients in ``rows``, divide the sum, and update the parameters from it, in one pass over memory.
+        """Sum the partial sums of gradients in ``rows``, and update the parameters from the divided sum.
 
+        This takes one pass over memory.
         Collective over all ranks for optimizers that need norms, else not collective.
 
         Parameters
@@ -300,9 +301,9 @@ class Updater:
         return "repeated" if self._last.repeated else "called"
 
     def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
-        """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.
+        """Set this rank's averaged parameters, in ``values``, to the means of their new values. Not collective.
 
-        :meth:`update_fused` describes the other arguments.
+        ``rows`` holds partial sums of the new values over samples. :meth:`update_fused` describes the other arguments.
         """
         tree_sum = kernels.backend(rows).update.tree_sum
         for piece in self.averages:
@@ -315,8 +316,9 @@ class Updater:
             values[piece.store : piece.store + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
 
     def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
-        """Return the reduced gradient of a piece with tied uses: the sum over all uses, added in declared order.
+        """Return the reduced gradient of a piece (range of a parameter) with tied uses: the sum over all uses.
 
+        The gradients of the uses are added in declared order.
         :meth:`update_fused` describes ``rows`` and ``program``; ``divisor`` is the divisor of sums of gradients.
         """
         tree_sum, like = kernels.backend(rows).update.tree_sum, rows[0, : piece.size]
@@ -601,7 +603,13 @@ class TensorTree:
 
     @cached_property
     def _local_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
-        """The plan of this rank's sums over tensors: contiguous ranges are read where they lie, strided ones copied."""
+        """The sums that this rank computes: of contiguous elements, which are read where they lie, and of strided ones.
+
+        The first value has a column for each sum of contiguous elements: the index of their piece in ``pieces``, that
+        of the sum among this rank's sums, and where the elements begin and end in the piece. The second has a
+        :class:`StridedTile`, which copies its elements, for each piece and tile with strided elements, after the
+        piece's index and the index of its first sum.
+        """
         cuts: list[tuple[int, int, int, int]] = []
         strided: list[tuple[int, int, StridedTile]] = []
         offset = 0

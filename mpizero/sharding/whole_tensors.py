@@ -205,7 +205,7 @@ class TensorPlan:
 
     @cached_property
     def gathers(self) -> list[list[Move]]:
-        """For each data rank, the moves it takes part in to gather each tensor's gradient on the tensor's owner."""
+        """For each data rank, the moves (messages or copies) that it makes to gather gradients on tensors' owners."""
         return self._by_rank(
             Move(number, span, self._source(self.owners[number], shard), self.owners[number])
             for number, shard, span in self._parts
@@ -213,7 +213,7 @@ class TensorPlan:
 
     @cached_property
     def returns(self) -> list[list[Move]]:
-        """For each data rank, the moves it takes part in to send updated tensors from their owners to all holders."""
+        """For each data rank, the moves (messages or copies) that it makes to send updated tensors to all holders."""
         return self._by_rank(
             Move(number, span, self.owners[number], target)
             for number, shard, span in self._parts
