@@ -893,7 +893,8 @@ class Concatenate(Composite, FieldLayer):
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add the layer's nodes and one that appends channels to the exported computation graph; return its output.
 
-        If the layer's output is longer than the input, a node "Crop" before it leaves positions out.
+        If the layer's output is longer than the input, a node "Crop", which leaves positions out, is added before the
+        node that appends channels.
         """
         node = self.layer.trace(graph, f"{name}.layer", source)
         if node.shape[:-1] != source.shape[:-1]:

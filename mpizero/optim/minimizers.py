@@ -137,9 +137,10 @@ class VectorMethod(Settings, ABC):
         The method has converged if no element of the gradient (with bounds, of the projected gradient) has a larger
         magnitude.
     ftol : float
-        The method has also converged if an iteration lowers the loss by at most ``ftol * max(abs(loss), 1)``; not
-        tested if ``ftol`` is 0. With any ``ftol`` the method ends after five iterations in a row in which the loss did
-        not fall, and the gradient's largest magnitude reached no new minimum.
+        The method has also converged if an iteration lowers the loss by at most ``ftol`` times the larger of 1 and the
+        loss's magnitude, before or after the iteration; not tested if ``ftol`` is 0. With any ``ftol`` the method ends
+        after five iterations in a row in which the loss did not fall, and the gradient's largest magnitude reached no
+        new minimum.
     regularization : dict of str to callable, or None
         Terms that are added to the loss, by the names of parameters or patterns of names: :class:`Tikhonov`,
         :class:`TotalVariation`, or the user's own. ``term(values)`` is called on one rank with the whole parameter, and

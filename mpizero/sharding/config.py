@@ -538,7 +538,7 @@ def assigns_rounds(placement: Placement, config: Config, ranks: int) -> bool:
 
 
 def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> str:
-    """Return the reason why ``grain_assignment="dynamic"`` has no effect; "" if it has one or is not set.
+    """Return the reason why ``grain_assignment="dynamic"`` has no effect; "" if it has an effect, or is not set.
 
     The reason is also "" for a single rank, which computes all grains anyway. ``model_ranks`` is the number of ranks
     that hold one replica together.
@@ -654,10 +654,11 @@ def sent_exactly(
 ) -> tuple[Span, ...]:
     """Return the ranges of ``layout``'s gradient vector that are never compressed, in ascending order.
 
-    With ``wire``, which loses nothing of a rounded sum, these are the statistics of samples, whose sums are not
-    rounded. Without ``wire``, they are the gradients named in [Note: copies] in ``sharding/grad_reduce.py``. If several
-    pipeline stages use a parameter, its gradients are among them only where the optimizer state is replicated. Where it
-    is sharded, the owners of the parameter's copies add the sums of all uses, so the copies stay equal anyway.
+    With ``wire``, which loses nothing of a rounded sum, the ranges are those of the statistics of samples, whose sums
+    are not rounded. Without ``wire``, they are those of the gradients named in [Note: copies] in
+    ``sharding/grad_reduce.py``. If several pipeline stages use a parameter, its gradients are among them only where the
+    optimizer state is replicated. Where the state is sharded, the owners of the parameter's copies add the sums of all
+    uses, so the copies stay equal anyway.
     """
     if wire is not None:
         return layout.averages

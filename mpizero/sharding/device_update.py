@@ -52,12 +52,12 @@ class _Cut(NamedTuple):
 
     @property
     def state(self) -> int:
-        """The index of the first of these elements in the arrays of the optimizer state."""
+        """The index of the first element of this cut (range of parameters) in the arrays of the optimizer state."""
         return self.of.state + self.first
 
     @property
     def store(self) -> int:
-        """The index of the first of these elements in the parameter store."""
+        """The index of the first element of this cut (range of parameters) in the parameter store."""
         return self.of.store + self.first
 
 

@@ -139,9 +139,9 @@ def check_order(record: Mapping[str, Any] | None) -> None:
 def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
     """Cut global batches from now on into grains as the training that wrote the checkpoint did.
 
-    Not collective; every rank calls it. ``record`` is the checkpoint's :func:`grain_record`. A ``micro_batch`` that the
-    user has set is kept. Rank 0 prints a notice if that setting, ``accumulate`` or ``wire`` differs from the record,
-    and if the recorded ``micro_batch`` is used.
+    Not collective; every rank calls it. ``record`` is what :func:`grain_record` returned for the checkpoint; None if
+    the checkpoint has no record. A ``micro_batch`` that the user has set is kept. Rank 0 prints a notice if that
+    setting, ``accumulate`` or ``wire`` differs from the record, and if the recorded ``micro_batch`` is used.
     """
     config, rule = engine.config, engine.config.grain_rule(engine.model)
     recorded = _BEFORE if record is None else {name: record.get(name, before) for name, before in _BEFORE.items()}
@@ -290,7 +290,8 @@ def learning_rate_record(updater: Updater | None) -> dict[str, Any]:
 def learning_rate_change(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | None:
     """Describe how the bound optimizer's schedule or learning rate differs from the checkpoint's.
 
-    Return None if they are equal, or if one of them is unknown. Not collective.
+    The two schedules are compared if both are known, and then the learning rates of the checkpoint's last step. Return
+    None if no difference is found. Not collective.
 
     Parameters
     ----------
