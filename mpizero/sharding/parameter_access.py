@@ -234,7 +234,7 @@ class ParameterAccess:
 
     @property
     def _placement(self) -> Placement:
-        """What this model's strategy shards (parameters, gradients, optimizer state), and in which units."""
+        """The :class:`Placement` of this model's strategy: which state is sharded, and in which units."""
         return placement(self._strategy)
 
     @property
