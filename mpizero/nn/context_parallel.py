@@ -369,7 +369,10 @@ class RingSelfAttention(ContextLayer, CausalSelfAttention):
         return pair
 
     def _pair(self, pair: Array) -> tuple[Array, Array]:
-        """View (samples, longest, 2 dim) as keys and as values, each (samples, heads, longest, dim / heads)."""
+        """Return views of the keys and of the values in ``pair``, the result of :meth:`_packed`.
+
+        Each is (samples, heads, longest, dim / heads).
+        """
         samples, length, _ = pair.shape
         k, v = pair.reshape(samples, length, 2, self.heads, self.dim // self.heads).transpose(2, 0, 3, 1, 4)
         return k, v
@@ -405,7 +408,7 @@ _Parts = Iterator[tuple[slice, Tile]]
 
 
 class _TileScores:
-    """Compute one tile of scores after the other, forward and backward, in memory that is reused."""
+    """Compute one :class:`Tile` (rectangle) of scores after the other, forward and backward, in memory used again."""
 
     def __init__(self, layer: RingSelfAttention, qkv: Array, run: Run, first_head: int) -> None:
         self.zigzag = Zigzag(run.length, layer.group.size)
@@ -416,10 +419,10 @@ class _TileScores:
         self._work = Workspace(qkv)
 
     def of(self, source: int, poll: Callable[[], None]) -> _Parts:
-        """Yield (samples, tile) for all tiles with the keys of rank ``source``; call ``poll`` after each.
+        """Yield a range of samples and a :class:`Tile`, for all tiles with the keys of rank ``source``.
 
         If a tile of all samples has more than :data:`SCORES` scores, the samples are cut into ranges, and all tiles are
-        yielded for each range.
+        yielded for each range. ``poll`` is called after each tile.
         """
         chunk = self.zigzag.longest // 2 + 1
         batch = max(1, SCORES // (self._heads * min(QUERIES, chunk) * min(KEYS, chunk)))
@@ -459,7 +462,7 @@ class _TileScores:
 
 
 class _RingBackward:
-    """Compute the gradients from the scores of this rank's queries, tile by tile."""
+    """Compute the gradients from the scores of this rank's queries, one :class:`Tile` of scores after the other."""
 
     def __init__(self, layer: RingSelfAttention, saved: _Saved, dmixed: Array) -> None:
         self.scores = _TileScores(layer, saved.qkv, saved.run, saved.first_head)

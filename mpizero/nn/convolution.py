@@ -129,9 +129,10 @@ class _Window(FieldLayer):
         """Return this rank's shares of the gradients of weight and bias. Collective if space is cut.
 
         The gradient of the weight is, for each group, the sum over samples and space of the windows of ``x``, padded
-        already, times ``dy``: (groups, taps * channels of x, channels of dy). The gradient of the bias is the sum of
-        ``outer``, the gradient of the layer's output, over samples and space: (outputs,), or empty without a bias.
-        ``extents`` are those of the whole field of ``dy``, ``finest`` those of the whole field of ``outer``.
+        already, times ``dy``: (groups, taps * channels of x, channels of dy). The taps are the positions of a window.
+        The gradient of the bias is the sum of ``outer``, the gradient of the layer's output, over samples and space:
+        (outputs,), or empty without a bias. ``extents`` are those of the whole field of ``dy``, ``finest`` those of the
+        whole field of ``outer``.
         """
         steps, origin, counts = self._by_axis("stride"), (0,) * len(self.kernel), dy.shape[1:-1]
         taps = [range(0, reach + 1, d) for reach, d in zip(self.reach, self._by_axis("dilation"), strict=True)]
@@ -150,7 +151,7 @@ class _Window(FieldLayer):
         return share[:size].reshape(shape), share[size:]
 
     def _ends(self, axis: int, space: Sequence[int]) -> list[int]:
-        """Return how many positions the first rank along an axis has, and how many the last, of ranks that have any."""
+        """Return how many positions of an axis its first part has, and how many its last, leaving out empty parts."""
         starts = self._space.cut_of(len(space)).starts(space)[axis]
         sizes = [stop - start for start, stop in zip(starts[:-1], starts[1:], strict=True) if stop > start]
         return [sizes[0], sizes[-1]]
@@ -199,7 +200,11 @@ def _windows(x: Array, first: Sequence[int], steps: Sequence[int], counts: Seque
 
 
 def _runs(x: Array, offsets: Sequence[Sequence[int]]) -> tuple[Array, int]:
-    """Return the runs (contiguous elements) of a window with the given taps on each axis, and their length."""
+    """Return the runs of a window (ranges of contiguous elements), and how many elements each has.
+
+    Each run is given by its distance in memory from the window's first element. ``offsets`` are, by axis, the positions
+    of the window, relative to the first one.
+    """
     return merged(offsets, [stride // x.itemsize for stride in x.strides[1:-1]], x.shape[-1])
 
 
@@ -212,7 +217,7 @@ def _parts(x: Array, groups: int) -> list[Array]:
 def _convolve(window: _Window, x: Array, weights: list[Array], bias: Array | None, counts: tuple[int, ...]) -> Array:
     """Return the products of the windows of ``x``, padded already, with the matrices of all groups.
 
-    ``weights`` are the matrices (taps * channels, columns) of the groups.
+    ``weights`` are the matrices (taps * channels, columns) of the groups; the taps are the positions of a window.
     """
     y = np.empty((len(x), *counts, sum(weight.shape[1] for weight in weights)), x.dtype)
     steps, origin = window._by_axis("stride"), (0,) * len(counts)
@@ -231,8 +236,8 @@ def _convolve_adjoint(
 
     ``weights`` are the arrays ``(*kernel, channels of dy, columns)`` of the groups. A position of the result is one sum
     over the windows that read it, in ascending order. Positions that are a multiple of the stride apart are read by the
-    same taps: they are one phase (:func:`_phases`). Where the field is reflected, values are also computed for
-    positions beyond its ends, and added to the positions that these reflect.
+    same taps (positions of a window): they are one phase (:func:`_phases`). Where the field is reflected, values are
+    also computed for positions beyond its ends, and added to the positions that these reflect.
     """
     modes, box = window._by_axis("padding"), window._space.box(space)
     beyond = [
@@ -252,7 +257,7 @@ def _convolve_adjoint(
     ]
 
     def read(axis: int, first: int, stop: int) -> tuple[int, int]:
-        """Return the windows that positions ``first`` to ``stop`` of an axis are read by."""
+        """Return the range (first, stop) of the windows that read any of the positions ``first`` to ``stop`` - 1."""
         mode, before, after = modes[axis], window.before[axis], window.after[axis]
         low = first + before * (mode != "reflect" or first > 0)
         high = stop + before + after * (mode == "reflect" and stop == space[axis])
@@ -305,11 +310,11 @@ def _folded(dx: Array, beyond: Sequence[tuple[int, int]]) -> Array:
 
 
 def _phases(window: _Window, axis: int, first: int, extent: int) -> list[tuple[int, int, tuple[int, ...], list[int]]]:
-    """Return the phases of an axis of ``extent`` positions: each is the positions that the same taps read.
+    """Return the phases of an axis: each is those of its ``extent`` positions that the same taps read.
 
-    A phase is a tuple: its first position, how many it has, the taps that read them, in descending order, and the
-    windows that read the first position, in ascending order. ``first`` is the first position of the axis, counted in
-    the padded field.
+    A tap is one position of a window, by its number. A phase is a tuple: its first position, the number of its
+    positions, the taps that read them, in descending order, and the windows that read the first position, in ascending
+    order. ``first`` is the first position of the axis, counted in the padded field.
     """
     stride, dilation = window._by_axis("stride")[axis], window._by_axis("dilation")[axis]
     found = []

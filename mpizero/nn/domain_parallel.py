@@ -164,9 +164,10 @@ _COMPOSITES = (FNOBlock, Residual, UNetDown)
 
 
 def on_domain(layer: Any, domain: Domain, where: str) -> Any:
-    """Return the form of ``layer`` for the ranks of ``domain``; ``where`` names the layer in errors.
+    """Return a layer that computes, on this rank's part of a field, what ``layer`` computes there on the whole field.
 
-    A layer made of other layers is rebuilt from the forms of these layers.
+    A layer made of other layers is rebuilt from what this function returns for them. ``domain`` has the ranks that
+    share the field; ``where`` names the layer in errors.
 
     Raises
     ------
@@ -234,7 +235,7 @@ class DomainModel:
         return run
 
     def loss_on_parts(self, loss: Loss) -> Loss:
-        """Return the form of a loss of whole fields that takes this rank's part of predictions and targets."""
+        """Return a loss that takes this rank's part of predictions and targets, from ``loss``, one of whole fields."""
         return loss_on_domain(loss, self.domain, type(self.model).__name__)
 
     def whole_prediction(self, y: Array) -> Array:
@@ -243,7 +244,9 @@ class DomainModel:
 
 
 def loss_on_domain(loss: Any, domain: Domain, model: str) -> Loss:
-    """Return the form of a loss for the ranks of ``domain``; ``model`` is the model's name in errors.
+    """Return a loss that takes this rank's part of fields, and whose shares on all ranks add up to ``loss``.
+
+    ``domain`` has the ranks that share the fields; ``model`` is the model's name in errors.
 
     Raises
     ------
@@ -274,7 +277,7 @@ def domain_model(model: BlockModel, cut: Cut, group: DomainGroup) -> DomainModel
     ----------
     model : BlockModel
         A model of layers of fields, activations and dropout, or of layers with a method ``domain_form(domain)`` that
-        returns their form. Its loss is a :class:`FieldLoss`.
+        returns the layer for a rank's part of fields. The model's loss is a :class:`FieldLoss`.
     cut : Cut
         Which part of a field each rank has.
     group : DomainGroup

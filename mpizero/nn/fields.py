@@ -72,7 +72,7 @@ def require_shape(shape: Sequence[int | str], channels: int | None, where: str, 
 
 
 def on_each(setting: Any, axes: int) -> tuple[Any, ...]:
-    """Return a setting for each of ``axes`` axes of space: those of a tuple or list, anything else repeated."""
+    """Return the setting for each of ``axes`` axes: the items of a tuple or list; anything else is for all axes."""
     return tuple(setting) if isinstance(setting, tuple | list) else (setting,) * axes
 
 
@@ -122,7 +122,7 @@ class Pool(FieldLayer):
 
     @property
     def _setting(self) -> PerAxis:
-        """The setting that fixes the number of axes, because it is a tuple; if none is, any of the two."""
+        """The window or the stride: one that is a tuple, with an item for each axis, if there is one."""
         return self.window if isinstance(self.window, tuple) else self._stride
 
     def _on_axes(self, axes: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -145,7 +145,10 @@ class Pool(FieldLayer):
         return wide, np.empty((len(x), *self._space.shape(outputs), x.shape[-1]), x.dtype), extents
 
     def _covering(self, extents: tuple[int, ...], channels: int) -> tuple[tuple[int, ...], Wanted]:
-        """Return the extents of the output, and for each part of the input the outputs whose windows cover it."""
+        """Return the extents of the output, and the outputs whose windows cover each rank's part of the input.
+
+        The second result has, for each axis and each of the parts into which it is cut, a range of outputs.
+        """
         outputs = self.output_shape((*extents, channels))[:-1]
         windows, strides = self._on_axes(len(extents))
 
@@ -157,7 +160,10 @@ class Pool(FieldLayer):
         return outputs, self._space.wanted(extents, covering)
 
     def _gradient(self, dy: Array, extents: tuple[int, ...], kernel: Any, *others: Array) -> Array:
-        """Return this rank's part of the gradient of the input; ``kernel`` computes it from ``dy`` and ``others``."""
+        """Return this rank's part of the gradient of the input; ``kernel`` computes it from ``dy`` and ``others``.
+
+        ``others`` are further arrays with the shape of the output that ``kernel`` reads.
+        """
         outputs, wanted = self._covering(extents, dy.shape[-1])
         tag = f"{type(self).__name__} backward"
         read = [self._space.fetch(x, outputs, wanted, tag) for x in (dy, *others)]
@@ -434,7 +440,7 @@ def _along(x: Array, axis: int, extent: int, factor: int, kernel: Any) -> Array:
 
 @lru_cache(maxsize=64)
 def _counts(extents: tuple[int, ...]) -> Array:
-    """Return the number of positions of each tile of a space, as float64."""
+    """Return the number of positions of each spatial tile of a field with these extents, as float64."""
     return np.array([prod(part.stop - part.start for part in box) for box in tile_boxes(extents)], np.float64)
 
 
@@ -887,7 +893,8 @@ class Concatenate(Composite, FieldLayer):
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
         """Add the layer's nodes and one that appends channels to the exported computation graph; return its output.
 
-        If the layer's output is longer than the input, a node "Crop" before it leaves positions out.
+        If the layer's output is longer than the input, a node "Crop", which leaves positions out, is added before the
+        node that appends channels.
         """
         node = self.layer.trace(graph, f"{name}.layer", source)
         if node.shape[:-1] != source.shape[:-1]:

@@ -225,7 +225,7 @@ def redistribute_adjoint(
 
 
 def _of_space(*parts: Array) -> Array:
-    """Return the sum of a field over space."""
+    """Return the sum over space of the first of ``parts``, a spatial tile of a field: (samples, channels)."""
     total: Array = parts[0].sum(axis=tuple(range(1, parts[0].ndim - 1)))
     return total
 
@@ -372,17 +372,24 @@ def _called(sides: Sequence[tuple[int, int]], modes: Sequence[str]) -> str:
 
 
 def _wide(space: Space, extents: Sequence[int], sides: Sequence[tuple[int, int]]) -> Wanted:
-    """Return, for each part of each axis, the range of its positions and of those around it."""
+    """Return, for each axis and each of the parts into which ranks cut it, a range: its positions and those around it.
+
+    ``sides`` is, by axis, how many positions are added before and after a part.
+    """
     return space.wanted(extents, lambda axis, first, stop: (first - sides[axis][0], stop + sides[axis][1]))
 
 
 def _boxes(cut: Cut, extents: Sequence[int]) -> Wanted:
-    """Return, for each part of each axis, the range of its positions."""
+    """Return, for each axis and each of the parts into which ``cut`` cuts it, the range of its positions."""
     return tuple(tuple(pairwise(starts)) for starts in cut.starts(extents))
 
 
 def _cuts(axes: int, source: Sequence[int] | None, target: Sequence[int] | None, space: Space) -> tuple[Space, Cut]:
-    """Return a space that is cut as ``source`` says, and ``target`` as a Cut."""
+    """Return a :class:`Space` whose fields are cut as ``source`` says, and the cut that ``target`` says.
+
+    Both are the numbers of parts of each axis; None is the cut of ``space``. Raise :class:`GridError` if they do not
+    fit the ranks of ``space``.
+    """
     own = space.cut_of(axes)
     before, after = (own if parts is None else Cut(tuple(parts)) for parts in (source, target))
     for name, cut, sizes in (("source", before, {own.size}), ("target", after, {own.size, 1})):

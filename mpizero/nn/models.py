@@ -281,7 +281,11 @@ def _forward(
 def _backward(
     block: str, layer: Any, saved: tuple[Params, Any], dy: Array | None, uses: Mapping[str, Array]
 ) -> Array | None:
-    """Run a block's backward pass, and write gradients to ``uses``; ``saved`` is the block's parameters and cache."""
+    """Run a block's backward pass, write its parameters' gradients to ``uses``, and return the input's gradient.
+
+    ``uses`` has an array for each trainable use of a parameter, by global name (:func:`gradient_slots`). ``saved`` is
+    the block's parameters and cache.
+    """
     if dy is None:
         raise LayoutError(f"no gradient reaches block {block!r}: the block after it returns none for its input")
     uses_of_block = {spec.name: uses[joined(block, spec.name)] for spec in layer.specs() if spec.trainable}

@@ -210,7 +210,10 @@ class RecordedBlock:
         return count > WARM_UP and self._passes < _MOST_PASSES
 
     def _record(self, key: Any, params: Params, x: Array, run: Run) -> tuple[Any, Any] | None:
-        """Compute and record a forward pass, and return its results; None if the recording's proof fails."""
+        """Compute and record a forward pass, and return its results; None if a trial refuses the recording.
+
+        The trial (:meth:`_Pass.prove`) compares the recording with the layer for another input.
+        """
         self._passes += 1
         recorded = _Pass(self, key, params, x if id(x) in self.model.owned else x.copy(), run)
         y, inner = recorded.y, recorded.cache
@@ -317,7 +320,7 @@ class _Pass:
                 self._prove_backward(pending, grads, calls)
 
     def prove(self) -> None:
-        """Give up recording if the recording and the layer's forward pass give different results.
+        """Give up recording if the recording and the layer's forward pass give different results for another input.
 
         See [Note: proof of a recording] in mpizero/kernels/recording.py.
         """

@@ -62,9 +62,11 @@ class Space:
         return self.cut_of(len(extents)).box(extents, self.rank)
 
     def wanted(self, extents: Sequence[int], window: Callable[[int, int, int], tuple[int, int]]) -> Wanted:
-        """Return which positions each part of each axis wants, to compute its part of a field with these extents.
+        """Return which positions the ranks need to compute their parts of a field with these extents.
 
-        ``window(axis, first, stop)`` returns the positions that positions ``first`` to ``stop`` of an axis depend on.
+        The result has a range of positions for each axis and each of the parts into which the axis is cut.
+        ``window(axis, first, stop)`` returns the range of positions on which positions ``first`` to ``stop`` of an axis
+        depend.
         """
         starts = self.cut_of(len(extents)).starts(extents)
         return tuple(
@@ -136,7 +138,7 @@ class Space:
         )
 
     def _exchange(self, x: Array, move: HaloPlan, out: Array, tag: str) -> None:
-        """Write to ``out`` the values at positions that other ranks have, as ``move`` says."""
+        """Write the values at positions that other ranks have to ``out``; ``move`` says what is sent, and to where."""
 
     def _add_copies(self, dy: Array, move: HaloPlan, out: Array, tag: str) -> None:
         """Add to ``out`` what all ranks hold in ``dy`` at copies of this rank's positions."""
@@ -144,7 +146,7 @@ class Space:
             out[source] += dy[target]
 
     def first(self, wanted: Wanted) -> list[int]:
-        """Return, for each axis, the first position that this rank wants."""
+        """Return, for each axis, the first of the positions that this rank needs; ``wanted`` is from :meth:`wanted`."""
         places = self.cut_of(len(wanted)).coordinates(self.rank)
         return [axis[i][0] for axis, i in zip(wanted, places, strict=True)]
 
@@ -171,7 +173,7 @@ class Space:
         return _own_boxes(self.cut_of(len(extents)), tuple(extents), self.rank)
 
     def tiles(self, extents: Sequence[int]) -> list[Box]:
-        """Return the box of each of this rank's spatial tiles, in its own positions."""
+        """Return the box of each of this rank's spatial tiles, counted from the first position of this rank's part."""
         boxes = np.concatenate(self.boxes(extents))[:, 3 - len(extents) :]
         return [tuple(slice(*pair) for pair in box) for box in boxes.tolist()]
 
@@ -216,11 +218,11 @@ WHOLE = Space()
 
 
 class FieldLayer(Layer):
-    """Define a layer of fields; its form for a domain has another :attr:`_space`."""
+    """Define a layer of fields; a subclass for the parts of fields on a domain's ranks overrides :attr:`_space`."""
 
     @property
     def _space(self) -> Space:
-        """The space of the fields: which part of it the layer is given."""
+        """The :class:`Space` that says which part of fields the layer is given: here whole fields."""
         return WHOLE
 
 
@@ -253,7 +255,7 @@ class Domain(Space):
         self._calls.clear()
 
     def cut_of(self, axes: int) -> Cut:
-        """Return the cut."""
+        """Return the cut that says which box of space each rank of the group has."""
         return self.cut
 
     def extents(self, x: Array, owner: object, settings: str = "") -> tuple[int, ...]:
@@ -343,7 +345,10 @@ class Domain(Space):
                 first += view.size
 
     def add_up(self, nodes: Array, tag: str) -> Array:
-        """Return this rank's share of a sum over space: its slice of the sum, and zeros in all others. Collective."""
+        """Return this rank's share of a sum over space: one slice of the sum, and zeros elsewhere. Collective.
+
+        The slices of all ranks make up the sum. ``nodes`` are the partial sums as in :meth:`Space.add_up`.
+        """
         flat = nodes.reshape(len(nodes), -1)
         shards = self.shards(flat.shape[1])
         share: Array = np.zeros(flat.shape[1], flat.dtype)
@@ -379,12 +384,15 @@ class Domain(Space):
 
 
 def _joined(x: Array, pieces: Sequence[Any]) -> Array:
-    """Return pieces of a field, one after the other, as a flat array."""
+    """Return the elements of ``x`` at each of ``pieces`` (indices of boxes), one after the other, as a flat array."""
     return np.concatenate([x[:0].reshape(-1), *(x[piece].reshape(-1) for piece in pieces)])
 
 
 def _tree_of_nodes(leaves: list[tuple[TreeNode, Array]]) -> Array:
-    """Return the value of the tree's root, given the values of nodes such that each leaf is below one of them."""
+    """Return the sum over all spatial tiles: the value of the root of their binary tree.
+
+    ``leaves`` are nodes of this tree with their values; each tile is below exactly one of these nodes.
+    """
     total = sum(1 << node.level for node, _ in leaves)
     ((_, program),) = merge(((node, (row,)) for row, (node, _) in enumerate(leaves)), total)
     stack: list[Array] = []
@@ -467,7 +475,11 @@ def _transfer(
     numbers = {cut.coordinates(other): other for other in range(cut.size)}
 
     def pieces(of: int) -> list[tuple[int, Any, Any, int]]:
-        """Return, for each piece that rank ``of`` needs: the rank that has it, its slices there and here, its size."""
+        """Return the pieces that rank ``of`` needs; a piece is a box of positions that one rank has.
+
+        Each piece is a tuple: the rank that has it, its index in that rank's part of the field, its index in what rank
+        ``of`` needs, and its number of positions.
+        """
         by_axis = [axis[i] for axis, i in zip(found, target.coordinates(of), strict=True)]
         return [
             (

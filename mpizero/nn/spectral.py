@@ -40,8 +40,9 @@ from mpizero.types import EVALUATE, Array, Init, ParameterSpec, Params, Run
 
 
 def _last_to_modes(sums: Array) -> Array:
-    """Return the modes of the last axis, ``cosines - i sines``, from the sums with its cosines and sines.
+    """Return the modes of the last axis, ``cosines - i sines``.
 
+    ``sums`` are the sums over space of a field times the cosines, and times the sines, of each frequency of that axis.
     The result has a new first axis: real and imaginary parts.
     """
     zero = sums.shape[3] % 2  # only the first frequency, 0, has no sine
@@ -60,12 +61,16 @@ def _last_to_sums(modes: Array, zero: bool) -> Array:
 
 
 def _turned(pairs: Array, sign: int) -> Array:
-    """Return ``sign * i`` times complex numbers, (n, 2, ...) with real and imaginary parts on the second axis."""
+    """Return ``sign * i`` times the complex numbers ``pairs``: (n, 2, ...), the second axis real and imaginary part."""
     return np.stack([-sign * pairs[:, 1], sign * pairs[:, 0]], axis=1)
 
 
 def _signed(sums: Array, axis: int, modes: int) -> Array:
-    """Return the modes of an axis, from the lowest negative frequency on, from the sums with its cosines and sines."""
+    """Return the modes of an axis other than the last one, from the lowest negative frequency on.
+
+    ``sums`` has, along the axis, sums over space of the field times its cosines, and then times its sines. ``modes`` is
+    the number of modes.
+    """
     half, above = modes // 2, (modes - 1) // 2
     sums = np.moveaxis(sums, axis, 0)
     found = np.empty((modes, *sums.shape[1:]), sums.dtype)
@@ -90,7 +95,11 @@ def _unsigned(modes: Array, axis: int) -> Array:
 
 
 def _to_modes(sums: Array, modes: Sequence[int], factors: Array) -> Array:
-    """Return the modes from the sums with all basis functions, times ``factors``, one by frequency of the last axis."""
+    """Return the modes of a field, times ``factors``, which has one number for each frequency of the last axis.
+
+    ``sums`` are the sums over space of the field times each product of basis functions (cosines and sines) of the axes.
+    ``modes`` are the numbers of modes of the axes.
+    """
     found = _last_to_modes(sums) * factors[:, None]
     for axis in (0, 1):
         if modes[axis] > 1:
@@ -222,7 +231,7 @@ class SpectralConv(FieldLayer):
         return self._space.shards(self.modes[-1] // 2 + 1)[self._space.rank]
 
     def _functions(self) -> list[slice]:
-        """Return, for each rank, the range of the last axis's cosines and sines that have the rank's frequencies."""
+        """Return, for each rank, the range of those cosines and sines of the last axis that have its frequencies."""
         shards = self._space.shards(self.modes[-1] // 2 + 1)
         return [slice(max(2 * shard.start - 1, 0), max(2 * shard.stop - 1, 0)) for shard in shards]
 
@@ -238,14 +247,21 @@ class SpectralConv(FieldLayer):
         return np.array([1 + (0 < 2 * k < periods[-1]) for k in range(own.start, own.stop)], dtype)
 
     def _transform(self, x: Array, extents: Sequence[int], inverse: bool, tag: str) -> Array:
-        """Return this rank's modes of a field; ``inverse``: those of the adjoint of the inverse transform."""
+        """Return the modes of a field whose frequencies this rank has (:meth:`_frequencies`).
+
+        With ``inverse``, the adjoint of the inverse transform is computed in place of the transform. Collective over a
+        domain.
+        """
         bases = self._bases(extents, x.dtype)
         nodes = np.stack([analyse(x, bases, boxes) for boxes in self._space.boxes(extents)])
         sums = self._space.reduce_scatter(nodes, 3, self._functions(), tag)
         return _to_modes(sums, self._three, self._factors(extents, x.dtype, inverse))
 
     def _field(self, modes: Array, extents: Sequence[int], inverse: bool, start: Array | None, tag: str) -> Array:
-        """Return the field of this rank's ``modes``, by the adjoint of :meth:`_transform`; ``start`` is added to it."""
+        """Return this rank's part of the field that has ``modes``, of which each rank passes its own.
+
+        This is the adjoint of :meth:`_transform`. ``start``, if not None, is added. Collective over a domain.
+        """
         own = _to_sums(modes, self._factors(extents, modes.dtype, inverse), self._frequencies().start == 0)
         sums = self._space.all_gather(own, 3, self._functions(), tag)
         field = synthesize(sums, self._bases(extents, modes.dtype), None if start is None else with_three_axes(start))
@@ -353,7 +369,7 @@ class FNOLift(Wrapper, FieldLayer):
         return self.layer.forward(params, x, run)
 
     def backward_input(self, params: Params, cache: Any, dy: Array) -> tuple[Array | None, Any]:
-        """Return the gradient of the field, without that of the coordinates, and what the weights' half needs."""
+        """Return the gradient of the field, without that of the coordinates, and what ``backward_weights`` needs."""
         dx, pending = self.layer.backward_input(params, cache, dy)
         return dx if dx is None or not self.coordinates else dx[..., : 2 - dx.ndim], pending
 

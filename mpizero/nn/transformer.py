@@ -354,13 +354,16 @@ def blocks(length: int, size: int = BLOCK) -> Iterator[tuple[int, int]]:
 
 
 def view_kinds(qkv: Array, heads: int) -> Array:
-    """View (samples, length, 3 dim) as (3, samples, heads, length, dim / heads)."""
+    """Return queries, keys and values ``qkv`` (samples, length, 3 dim) as (3, samples, heads, length, dim / heads).
+
+    The result is a view.
+    """
     samples, length, width = qkv.shape
     return qkv.reshape(samples, length, 3, heads, width // (3 * heads)).transpose(2, 0, 3, 1, 4)
 
 
 def view_heads(x: Array, heads: int) -> Array:
-    """View (samples, length, dim) as (samples, heads, length, dim / heads)."""
+    """Return a view of ``x`` (samples, length, dim) as (samples, heads, length, dim / heads)."""
     samples, length, width = x.shape
     return x.reshape(samples, length, heads, width // heads).transpose(0, 2, 1, 3)
 

@@ -64,7 +64,7 @@ from mpizero.types import Layer as AnyLayer
 
 
 class Mismatch(Exception):
-    """Signal that the values of the members of a :class:`Meeting` do not match; raised by its ``answer``."""
+    """Signal that the values that coroutines pass to a :class:`Meeting` do not match; its ``answer`` raises this."""
 
 
 class Meeting:
@@ -101,7 +101,7 @@ class _Coroutine(greenlet):  # type: ignore[misc]  # no stubs
 
 
 class _Arrival(NamedTuple):
-    """Record that a coroutine waits at a meeting, as which member and with which value."""
+    """Record that a coroutine waits at ``meeting``, as which of its members (a number) and with which value."""
 
     meeting: Meeting
     member: int
@@ -265,7 +265,10 @@ class VirtualRanks:
         return [xp.ascontiguousarray(scattered[index]) for index in indices]
 
     def _shift(self, arrays: Sequence[tuple[Array, ...]], by: int, tag: str) -> Sequence[ShiftRequest]:
-        """Pass each tile's arrays to another tile: to one of this rank by copies, else by a shift of the real group."""
+        """Pass the arrays of each tile to the tile whose number is larger by ``by`` (cyclic); return tiles' requests.
+
+        Arrays for a tile of this rank are copied; arrays for a tile of another rank are sent by the real group.
+        """
         ranks, over = divmod(by, self.hosted)
         received: list[tuple[Array, ...]] = [()] * self.hosted
         requests: list[tuple[int, ShiftRequest]] = []
@@ -300,16 +303,19 @@ def _part_indices(sizes: Sequence[int], axis: int, axes: int) -> list[tuple[slic
 
 
 class Arrived(NamedTuple):
-    """Hold the arrays of a shift between tiles of this rank; implements :class:`mpizero.types.ShiftRequest`."""
+    """Hold the arrays that one tile (virtual rank) of this rank gets from another tile of this rank by a shift.
+
+    They are copies, which are there from the start. Implements :class:`mpizero.types.ShiftRequest`.
+    """
 
     arrays: tuple[Array, ...]
 
     def wait(self) -> tuple[Array, ...]:
-        """Return the arrays that the other tile has sent. Not collective."""
+        """Return the received arrays, without waiting: copies of those of another tile of this rank. Not collective."""
         return self.arrays
 
     def test(self) -> bool:
-        """Return True. Not collective."""
+        """Return True, because the arrays have arrived already. Not collective."""
         return True
 
 

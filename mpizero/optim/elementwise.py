@@ -874,7 +874,7 @@ class MasterWeightOptimizer(CopyingOptimizer):
         assign(w, state[MASTER_WEIGHTS])
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update master weights and state from the gradient in ``rows``, and copy the master weights to ``w``."""
+        """Update master weights and state from the gradient that ``rows`` describes; copy the new weights to ``w``."""
         self._begin(w, state)
         self.inner.apply_tree(rows, state[MASTER_WEIGHTS], state, hyper, threads)
         assign(w, state[MASTER_WEIGHTS])
@@ -907,7 +907,7 @@ class AveragingOptimizer(CopyingOptimizer):
         self.follow(w, state[EMA], threads)
 
     def apply_tree(self, rows: RowSum, w: Array, state: Mapping[str, Array], hyper: Array, threads: int = 1) -> None:
-        """Update parameters, state and average from the averaged gradient of ``rows``."""
+        """Update parameters, state and average from the gradient that ``rows`` describes (sums not yet added)."""
         self._begin(w, state)
         self.inner.apply_tree(rows, w, state, hyper, threads)
         self.follow(w, state[EMA], threads)
@@ -918,7 +918,10 @@ class AveragingOptimizer(CopyingOptimizer):
         self.inner.direction(w, g, state, hyper)
 
     def direction_tree(self, rows: RowSum, w: Array, u: Array, state: Mapping[str, Array], hyper: Array) -> None:
-        """Compute the direction of an update from ``rows``; the caller applies it, and then calls :meth:`follow`."""
+        """Write the direction of an update from the gradient that ``rows`` describes to ``u``.
+
+        The caller applies the direction to the parameters, and then calls :meth:`follow`.
+        """
         self._begin(w, state)
         self.inner.direction_tree(rows, w, u, state, hyper)
 
@@ -956,7 +959,9 @@ def plain(optimizer: Any) -> Any:
 
 
 def state_specs(optimizer: Any, spec: ParameterSpec) -> dict[str, ParameterSpec]:
-    """Return the state arrays of a parameter by slot, each described by a spec with the parameter's name.
+    """Return the state arrays of a parameter by their names (slots), such as "exp_avg", each described by a spec.
+
+    The specs have the parameter's name.
 
     ``optimizer`` is one that :func:`mpizero.optim.elementwise.with_copies` returned. A parameter that is not optimized
     has no state arrays.

@@ -50,7 +50,7 @@ class MethodProgress:
     message : str
         Why the method has ended.
     along, step : str and float
-        The next evaluation is at ``POINT`` plus ``step`` times the vector named ``along`` ("" for the first
+        The next evaluation is at the last iterate plus ``step`` times the vector named ``along`` ("" for the first
         evaluation).
     search : LineSearch or None
         The state of the line search; None for methods without a line search.
@@ -137,9 +137,10 @@ class VectorMethod(Settings, ABC):
         The method has converged if no element of the gradient (with bounds, of the projected gradient) has a larger
         magnitude.
     ftol : float
-        The method has also converged if an iteration lowers the loss by at most ``ftol * max(abs(loss), 1)``; not
-        tested if ``ftol`` is 0. With any ``ftol`` the method ends after five iterations in a row in which the loss did
-        not fall, and the gradient's largest magnitude reached no new minimum.
+        The method has also converged if an iteration lowers the loss by at most ``ftol`` times the larger of 1 and the
+        loss's magnitude, before or after the iteration; not tested if ``ftol`` is 0. With any ``ftol`` the method ends
+        after five iterations in a row in which the loss did not fall, and the gradient's largest magnitude reached no
+        new minimum.
     regularization : dict of str to callable, or None
         Terms that are added to the loss, by the names of parameters or patterns of names: :class:`Tikhonov`,
         :class:`TotalVariation`, or the user's own. ``term(values)`` is called on one rank with the whole parameter, and
@@ -207,9 +208,9 @@ class VectorMethod(Settings, ABC):
     # ------------------------------------------------------------------ one evaluation
 
     def advance(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
-        """Process the loss at the parameters (gradient in ``TRIAL``); set the parameters to the next point to evaluate.
+        """Process the loss and gradient at the parameters; set the parameters to the next point to evaluate.
 
-        Collective over the ranks of ``space``.
+        The gradient is the vector ``TRIAL`` of ``space``. Collective over the ranks of ``space``.
         """
         if progress.stage == "done":
             return
@@ -237,7 +238,10 @@ class VectorMethod(Settings, ABC):
 
     @staticmethod
     def _want(space: VectorSpace, progress: MethodProgress, stage: Stage, step: float, along: str) -> None:
-        """Request an evaluation at ``POINT`` plus ``step`` times the vector ``along``, and set the parameters to it."""
+        """Request an evaluation at the last iterate plus ``step`` times the vector ``along``; set the parameters to it.
+
+        ``stage`` is the purpose of the evaluation, as in :attr:`MethodProgress.stage`.
+        """
         progress.stage, progress.step, progress.along = stage, step, along
         space.move(POINT, step, along)
 
@@ -460,16 +464,16 @@ class LineSearch:
         return self._check()
 
     def _shorten(self) -> Outcome:
-        """Choose a shorter step, because the function is infinite or NaN at the last one."""
+        """Choose a shorter step, because the function is infinite or NaN at the last step."""
         self.longest = self.step
         self.step = self.best.step + _CUT * (self.step - self.best.step)
         return "stuck" if self.evaluations >= self.most or self.step <= self.best.step else "searching"
 
     def _narrow(self, point: Point, line: float) -> None:
-        """Replace an end of the interval by ``point``, and choose the next step (section 4).
+        """Replace an end of the interval by ``point``, and choose the next step (Moré & Thuente 1994, section 4).
 
         Points are compared after a line of slope ``line`` is subtracted from the function: until a step with enough
-        decrease is found, the interval for this difference contains such steps (section 2).
+        decrease is found, the interval for this difference contains such steps (section 2 of the paper).
         """
         ends = (self.best.tilted(line), self.other.tilted(line), point.tilted(line))
         best, _, trial = ends
@@ -496,7 +500,11 @@ class LineSearch:
         return self.step + _GROWTH[0] * beyond, min(self.step + _GROWTH[1] * beyond, self.longest)
 
     def _check(self) -> Outcome:
-        """Tell whether the chosen step can be evaluated; otherwise choose the best step if it has enough decrease."""
+        """Return "searching" if the chosen step can be evaluated; otherwise choose the best step so far.
+
+        If the function has fallen enough at the best step, return "searching", too: evaluating that step again ends the
+        search. Else return "stuck".
+        """
         least, most = self._limits()
         small = self.bracketed and (not least < self.step < most or most - least <= _SMALLEST * most)
         if not small and self.evaluations < self.most:
@@ -507,7 +515,11 @@ class LineSearch:
 
 
 def _trial_step(best: Point, other: Point, trial: Point, *, bracketed: bool, least: float, most: float) -> float:
-    """Return the next step, from the ends of the interval and the last step (section 4, cases 1 to 4)."""
+    """Return the next step, from the ends ``best`` and ``other`` of the interval and the last step, ``trial``.
+
+    The rules are cases 1 to 4 of Moré & Thuente 1994, section 4. ``bracketed`` tells whether there is an interval
+    already; ``least`` and ``most`` are what :meth:`LineSearch._limits` returned.
+    """
     cubic, fall = _cubic(best, trial), best.slope - trial.slope
     secant = trial.step + trial.slope / fall * (trial.step - best.step) if fall else math.inf
     if trial.value > best.value:
@@ -579,7 +591,7 @@ class SearchingMethod(VectorMethod):
             self._accept(space, progress, loss)
 
     def _restart(self, space: VectorSpace, progress: MethodProgress) -> None:
-        """Search along the negative gradient from the last iterate; give up if that was the direction already."""
+        """Search along the negative gradient from the last iterate; give up if the last search was along it, too."""
         if progress.numbers.get("steepest") == [1.0]:
             self._give_up(space, progress)
         else:
@@ -594,7 +606,10 @@ class SearchingMethod(VectorMethod):
         self._search_along(space, progress, 1.0 / math.sqrt(space.dot(DIRECTION, DIRECTION)))
 
     def _search_along(self, space: VectorSpace, progress: MethodProgress, step: float) -> None:
-        """Begin a line search along ``DIRECTION`` with the step ``step``; with bounds, along the projected step."""
+        """Begin a line search along the vector ``DIRECTION`` from the last iterate; ``step`` is the first step.
+
+        With bounds the search is along the projection of that step.
+        """
         if space.bounded:
             space.clip(POINT, step, DIRECTION)
             step = 1.0
@@ -614,12 +629,15 @@ class SearchingMethod(VectorMethod):
     def _learn(self, space: VectorSpace, progress: MethodProgress) -> None:
         """Update the method's own quantities after an iteration. Collective.
 
-        ``POINT`` and ``GRADIENT`` are still those of the iterate before this iteration.
+        The vectors ``POINT`` and ``GRADIENT`` are still the iterate before this iteration, and its gradient.
         """
 
     @abstractmethod
     def _choose(self, space: VectorSpace, progress: MethodProgress) -> float:
-        """Set ``DIRECTION`` from ``GRADIENT``, and return the first step along it. Collective."""
+        """Set the vector ``DIRECTION`` from ``GRADIENT``, that of the last iterate; return the first step along it.
+
+        Collective.
+        """
 
 
 #: Losses count as equal if their relative difference is at most ``_ROUNDING`` machine epsilons, because sums of many
@@ -947,7 +965,11 @@ class NewtonCG(VectorMethod):
         self._want_product(space, progress)
 
     def _edge(self, space: VectorSpace, progress: MethodProgress) -> float:
-        """Return the step along ``CONJUGATE`` from ``DIRECTION`` to the edge of the trust region."""
+        """Return the factor t with which ``DIRECTION + t * CONJUGATE`` is at the edge of the trust region.
+
+        The vector ``DIRECTION`` is the step found so far, from the centre of the region, and ``CONJUGATE`` is the
+        direction along which the conjugate gradients go on.
+        """
         a, b = space.dot(CONJUGATE, CONJUGATE), space.dot(DIRECTION, CONJUGATE)
         (radius,) = progress.numbers["radius"]
         c = space.dot(DIRECTION, DIRECTION) - radius * radius
@@ -957,7 +979,10 @@ class NewtonCG(VectorMethod):
     # ------------------------------------------------------------------ a trial of the step
 
     def _take_trial(self, space: VectorSpace, progress: MethodProgress, loss: float) -> None:
-        """Accept or reject the step, and choose the next radius of the trust region."""
+        """Accept or reject the step (the vector ``DIRECTION``); choose the next radius of the trust region.
+
+        ``loss`` is that after the step; infinite if the function was infinite or NaN.
+        """
         numbers = progress.numbers
         length = math.sqrt(space.dot(DIRECTION, DIRECTION))
         # The model's gradient at the step is RESIDUAL, at its start GRADIENT: the model falls by the mean slope.

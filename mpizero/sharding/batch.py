@@ -227,9 +227,10 @@ def _hash(text: str) -> int:
 
 
 def _without_space(leaf: Array, axes: int) -> tuple[int, ...]:
-    """Return the shape of one sample of an array; in that of a field, one number replaces the spatial extents.
+    """Return the shape of one sample of an array; for a field, ``-axes`` in place of the extents of its spatial axes.
 
-    An array is a field if a sample of it has at least ``axes`` axes, of which the first ``axes`` are spatial.
+    An array is a field if a sample of it has at least ``axes`` axes; the first ``axes`` of them are the spatial axes.
+    The ranks of a domain have parts of a field with different extents, but get equal results.
     """
     shape = leaf.shape[1:]
     return (-axes, *shape[axes:]) if len(shape) >= axes else shape
@@ -295,14 +296,14 @@ def check_slabs(
 
 
 def _described_part(leaf: Array) -> int:
-    """Return a checksum of an array, or -1 if it is constant, because different parts of a field may be constant."""
+    """Return a checksum of an array, or -1 if its elements are all equal: then two parts of a field may be equal."""
     return _digest(leaf) if leaf.size and leaf.min() != leaf.max() else -1
 
 
 def _field_of(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[int]]:
     """Return the extents of the field to which most of ``shapes`` belong, and the ranks whose shapes do not belong.
 
-    ``shapes`` are the shapes of all ranks' parts of a field that is cut by ``cut``.
+    ``shapes`` are the shapes of the parts that the ranks of a domain have of a field; ``cut`` says how it is cut.
     """
     places = [cut.coordinates(rank) for rank in range(cut.size)]
     best: tuple[tuple[int, ...], list[int]] = ((), list(range(cut.size)))
@@ -389,7 +390,11 @@ def _exchange_header(grid: ProcessGrid, local: _RankBatch, *, first: bool) -> li
 
 
 def _warn_copies(grid: ProcessGrid, counts: Sequence[int], digests: Array, uncut: str) -> None:
-    """Print a notice if two ranks of different replicas have the same samples; ``digests`` are all ranks' checksums."""
+    """Print a notice if two ranks of different replicas have the same samples.
+
+    ``counts`` and ``digests`` are each rank's number of samples and their checksum. ``uncut`` is not "" if the batch
+    cannot be cut into samples; then nothing is printed.
+    """
     ranks: dict[int, int] = {}
     for rank in range(0 if uncut else len(counts)):
         same = ranks.setdefault(int(digests[rank]), rank)
@@ -497,7 +502,11 @@ def in_contexts(batch: GlobalBatch, grid: ProcessGrid, cut: Callable[[Any, Any],
 
 
 class _Transfer:
-    """Plan which samples this rank sends to each rank and receives from each, from integers that all ranks know."""
+    """Plan which samples this rank sends to each rank, and how many it receives from each.
+
+    ``counts`` is every rank's number of samples, ``owners`` the rank that computes each grain, and ``rank`` this rank's
+    number. All ranks know these integers, so planning sends no messages.
+    """
 
     def __init__(self, grains: Grains, counts: Sequence[int], owners: Sequence[int], rank: int) -> None:
         self.grains, self.rank = grains, rank
@@ -536,8 +545,8 @@ class _Transfer:
     ) -> dict[int, Grain]:
         """Cut samples into grains of ``accumulate`` micro-batches; return the grains by their number.
 
-        ``leaves`` hold the samples of the grains ``numbers``, in their order, and ``tree`` has their structure. A short
-        grain may have fewer micro-batches.
+        ``leaves`` are the arrays of the batch, with the samples of the grains ``numbers`` in this order; ``tree`` says
+        how ``x`` and ``y`` are built from these arrays. A short grain may have fewer micro-batches.
         """
         key = (*numbers, accumulate)
         if (cuts := self._cuts.get(key)) is None:  # steps repeat the same cuts
@@ -564,8 +573,8 @@ _ALIGNMENT = 64
 def starts_of(parts: int, sizes: Sequence[int]) -> list[int]:
     """Return the byte offsets of arrays of ``sizes`` bytes after the table of :class:`DynamicScheduler`, and their end.
 
-    The table consists of int64: the number of parts that have been taken, then, for each of ``parts`` parts, the rank
-    in the node that has taken it.
+    The table says which ranks have taken which parts of the node's grains. It consists of int64: the number of parts
+    that have been taken, then, for each of ``parts`` parts, the rank in the node that has taken it.
     """
     table, *rest = (paged(size, _ALIGNMENT) for size in (8 * (1 + parts), *sizes))
     return list(accumulate(rest, initial=table))
@@ -661,8 +670,8 @@ class DynamicScheduler:
     def next_part(self, rows: int) -> range | None:
         """Take and return the next part of the node's grains; None if no part is left.
 
-        Not collective. ``rows`` is the number of rows, of one partial sum of gradients each, that this rank has free.
-        If the next part needs more, the part is not taken, and None is returned.
+        Not collective. ``rows`` is the number of free rows of this rank; a row is memory for one partial sum of
+        gradients. If the next part needs more rows, it is not taken, and None is returned.
         """
         with self._locks.hold(0):
             number = int(self._table[0])
@@ -675,8 +684,9 @@ class DynamicScheduler:
     def assigned(self, count: int) -> list[list[int]]:
         """Return the grains that each data rank has computed, node after node; call it after a barrier of the node.
 
-        Not collective. For ranks of other nodes the lists are those of :func:`contiguous_parts`. They may be wrong, but
-        suffice: the partial sums that a node sends do not depend on which of its ranks computed which grain.
+        Not collective. For ranks of other nodes, where this is not known, the lists are the ranges of equal size that
+        :func:`contiguous_parts` returns. They may be wrong, but suffice: the partial sums that a node sends do not
+        depend on which of its ranks computed which grain.
         """
         grains = [list(span) for span in contiguous_parts(self.grid, count)]
         first = self.grid.order_index - self.grid.node.rank
@@ -813,7 +823,10 @@ class GrainScalars:
         self._spans: dict[int, Any] = {}
 
     def begin(self, batch: GlobalBatch, step: int = 0) -> None:
-        """Begin the global batch of step number ``step``: drop the records of the batch before. Not collective."""
+        """Begin the batch of step number ``step``: drop the losses, weights and errors of the batch before.
+
+        Not collective.
+        """
         self.count, self.samples, self._step = batch.count, batch.samples, step
         self._per_rank = batch.dynamic or -(-batch.count // self.grid.data.size)
         self._records, self._bad, self.error, self._late = {}, {}, None, None
@@ -822,7 +835,7 @@ class GrainScalars:
         self._spans = {g: (grain.micro_batches[0][2], grain.stop) for g, grain in batch.grains.items()}
 
     def add(self, grain: int, loss: float, weight: float) -> None:
-        """Add the sum of losses and the total weight of one micro-batch to the record of its grain. Not collective."""
+        """Add the sum of losses and the total weight of one micro-batch to those of its grain. Not collective."""
         record = self._records.setdefault(grain, [0.0, 0.0])
         record[0] += loss
         record[1] += weight
@@ -871,7 +884,7 @@ class GrainScalars:
         return {grain: record[0] for grain, record in self._records.items()}
 
     def agree(self, learning_rate: Callable[[], float] | None = None) -> Totals:
-        """Exchange the records of all ranks, and return loss and weight summed over all grains.
+        """Exchange the losses, weights and errors that the ranks have recorded; return sums over all grains.
 
         Collective over all ranks. It also compares the learning rates of the ranks. ``learning_rate`` returns this
         rank's learning rate; an error that it raises is recorded by :meth:`fail`. If ``learning_rate`` is None, the

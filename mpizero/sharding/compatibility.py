@@ -127,7 +127,8 @@ class ShardedModelBase(Model):
     def with_parameters(self, values: Array) -> Self:
         """Return a new sharded model with the same wrapped model and the given parameters, without an optimizer.
 
-        ``values`` has the form that :meth:`set_parameters` takes. Integer arrays are copied from this model.
+        ``values`` are all parameters as a 1-D array, as for :meth:`set_parameters`. Integer arrays are copied from this
+        model.
         """
         values = self._checked("with_parameters", values)
         copy = self._twin(self._wrapped)

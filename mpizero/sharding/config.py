@@ -66,7 +66,7 @@ class Placement:
 
     @property
     def zero_stage(self) -> int:
-        """The number of kinds of state that are sharded: 0 (DDP) to 3."""
+        """The number of kinds of state (optimizer state, gradients, parameters) that are sharded: 0 (DDP) to 3."""
         return self.shard_optimizer + self.shard_gradients + self.shard_parameters
 
     def in_contexts(self, contexts: int) -> Placement:
@@ -87,7 +87,7 @@ PLACEMENTS = {
 
 
 def placement(strategy: str) -> Placement:
-    """Return the placement table's row of ``strategy``: "ddp", "zero1", "zero2", "zero3" or "fsdp". Not collective.
+    """Return what ``strategy`` shards: "ddp", "zero1", "zero2", "zero3" or "fsdp". Not collective.
 
     Raises
     ------
@@ -538,7 +538,7 @@ def assigns_rounds(placement: Placement, config: Config, ranks: int) -> bool:
 
 
 def assigned_in_advance(placement: Placement, config: Config, grid: NodeOrder, model_ranks: int) -> str:
-    """Return the reason why ``grain_assignment="dynamic"`` has no effect; "" if it has one or is not set.
+    """Return the reason why ``grain_assignment="dynamic"`` has no effect; "" if it has an effect, or is not set.
 
     The reason is also "" for a single rank, which computes all grains anyway. ``model_ranks`` is the number of ranks
     that hold one replica together.
@@ -573,7 +573,7 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, compressio
     Parameters
     ----------
     placement : Placement
-        The strategy's row of the placement table.
+        What the strategy shards.
     nodes, stages : int
         Number of ranks of the inter-node group, which exchange sums, and number of pipeline stages.
     compression : str or None
@@ -585,10 +585,11 @@ def overlaps_reduction(placement: Placement, nodes: int, stages: int, compressio
 def scratch_use(config: Config, stages: int, *, by_block: bool) -> ScratchUse:
     """Tell which gradients an :class:`AllReduceBuffer` writes to scratch memory before it adds them to a sum.
 
-    "grains": the gradients of each grain that is added to the row of another grain. "micro-batches": the gradients of
-    all micro-batches of a grain but the first one, which are added to the row of the grain. None: no gradients. Scratch
-    memory is used only if blocks end their backward passes one after the other. They do not in pipelines, where a stage
-    computes several micro-batches at a time, nor on GPUs, where the host does not wait for the end of a block.
+    A row is memory for the gradients of all parameters. "grains": the gradients of each grain that is added to the row
+    of another grain. "micro-batches": the gradients of all micro-batches of a grain but the first one, which are added
+    to the row of the grain. None: no gradients. Scratch memory is used only if blocks end their backward passes one
+    after the other. They do not in pipelines, where a stage computes several micro-batches at a time, nor on GPUs,
+    where the host does not wait for the end of a block.
 
     Parameters
     ----------
@@ -653,10 +654,11 @@ def sent_exactly(
 ) -> tuple[Span, ...]:
     """Return the ranges of ``layout``'s gradient vector that are never compressed, in ascending order.
 
-    With ``wire``, which loses nothing of a rounded sum, these are the statistics of samples, whose sums are not
-    rounded. Without ``wire``, they are the gradients named in [Note: copies] in ``sharding/grad_reduce.py``. If several
-    pipeline stages use a parameter, its gradients are among them only where the optimizer state is replicated. Where it
-    is sharded, the owners of the parameter's copies add the sums of all uses, so the copies stay equal anyway.
+    With ``wire``, which loses nothing of a rounded sum, the ranges are those of the statistics of samples, whose sums
+    are not rounded. Without ``wire``, they are those of the gradients named in [Note: copies] in
+    ``sharding/grad_reduce.py``. If several pipeline stages use a parameter, its gradients are among them only where the
+    optimizer state is replicated. Where the state is sharded, the owners of the parameter's copies add the sums of all
+    uses, so the copies stay equal anyway.
     """
     if wire is not None:
         return layout.averages

@@ -67,7 +67,10 @@ class ComputeDevice:
         return store
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return the bytes of model state that this rank keeps on a GPU, by kind; empty on the host. Not collective."""
+        """Return the bytes that this rank keeps on a GPU, by kind, such as "gradients"; empty on the host.
+
+        Not collective.
+        """
         return {}
 
     def group(self, group: Group) -> Group:
@@ -147,7 +150,7 @@ class CudaComputeDevice(ComputeDevice):
         return self._parameters
 
     def allocated_bytes(self) -> dict[str, int]:
-        """Return the bytes of model state on the GPU, by kind. Not collective."""
+        """Return the bytes of this rank's arrays on the GPU, by kind, such as "gradients". Not collective."""
         return {kind: nbytes for kind, nbytes in sorted(self.device.allocated.items()) if nbytes}
 
     def group(self, group: Group) -> Group:
@@ -275,7 +278,7 @@ class DeviceAllocator:
         self.device = device
 
     def private(self, kind: str, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        """Return a new array of zeros on the GPU, counted under ``kind``. Not collective."""
+        """Return a new array of zeros on the GPU, and count its bytes under the name ``kind``. Not collective."""
         sizes = shape if isinstance(shape, tuple) else (shape,)
         array = self.device.keep(kind, prod(sizes), dtype)
         array[:] = 0

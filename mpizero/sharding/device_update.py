@@ -41,7 +41,10 @@ _ONE_THREAD = 1
 
 
 class _Cut(NamedTuple):
-    """Describe ``size`` elements, from index ``first`` on, of the run or piece ``of``, a range of the parameters."""
+    """Describe ``size`` successive elements of ``of``, a range of the parameters that this rank updates.
+
+    ``first`` is the index of the first of these elements in that range.
+    """
 
     of: UpdateRun | UpdatePiece
     first: int
@@ -49,12 +52,12 @@ class _Cut(NamedTuple):
 
     @property
     def state(self) -> int:
-        """The index of the cut's first element in the arrays of the optimizer state."""
+        """The index of the first element of this cut (range of parameters) in the arrays of the optimizer state."""
         return self.of.state + self.first
 
     @property
     def store(self) -> int:
-        """The index of the cut's first element in the parameter store."""
+        """The index of the first element of this cut (range of parameters) in the parameter store."""
         return self.of.store + self.first
 
 
@@ -107,7 +110,7 @@ class DeviceUpdater(Updater):
     def update_fused(
         self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
     ) -> None:
-        """Sum the gradients in ``rows`` on the GPU, divide the sum, and update the parameters from it.
+        """Sum the partial sums of gradients in ``rows`` on the GPU, divide the sum, and update the parameters from it.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters.
         """
@@ -173,7 +176,7 @@ class StagedUpdater(DeviceUpdater):
     def update_fused(
         self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
     ) -> None:
-        """Sum the gradients in ``rows`` on the host, divide the sum, copy it to the GPU, and update parameters there.
+        """Sum the partial sums of gradients in ``rows`` on the host, and update parameters from the sum on the GPU.
 
         Collective over all ranks for optimizers that need norms. :meth:`Updater.update_fused` describes the parameters;
         ``out`` is not used.
@@ -325,5 +328,9 @@ def buffer_sizes(size: int, itemsize: int, *, norms: bool, full: bool) -> tuple[
 
 
 def _from(fill: Fill, cut: _Cut) -> Callable[[int, Array], object]:
-    """Return a function that fills a buffer with gradients of ``cut``, by ``fill``, which does so for ``cut.of``."""
+    """Return a function that fills a buffer with gradients of the elements of ``cut``, by calling ``fill``.
+
+    Both functions take the index of the first gradient and the buffer. The index for ``fill`` counts from the start of
+    the range ``cut.of``, the index for the returned function from the start of ``cut``.
+    """
     return lambda first, out: fill(cut.first + first, out)

@@ -1,4 +1,4 @@
-"""Train a model whose parameters are placed on ranks: one engine executes every row of the placement table.
+"""Train a model whose parameters are placed on ranks: one engine executes every strategy (``sharding/config.py``).
 
 [Note: a step] Samples are sent to the ranks that compute their grains or, with dynamic scheduling, put into the shared
 memory of the node that computes them (``sharding/batch.py``). Each rank computes the gradients of its grains
@@ -285,7 +285,7 @@ class Engine(PlacedModel):
     # ------------------------------------------------------------------ gradients by hand
 
     def gradients(self, x: Any, y: Any) -> tuple[Totals, Array]:
-        """Compute gradients without an update; return the totals of the global batch and the averaged gradient.
+        """Compute gradients without an update; return loss and weight of the global batch, and the averaged gradient.
 
         The gradient is an array on the host; only the ranges that this rank updates are complete. :meth:`step` can
         update the parameters from this gradient.
@@ -326,8 +326,8 @@ class Engine(PlacedModel):
     def step(self, totals: Totals, reduce: Callable[[], Array], sent: int) -> StepReport:
         """Call ``reduce``, which is collective, and update parameters from the averaged gradient that it returns.
 
-        ``totals`` are those of the gradient's global batch. ``sent`` is the value of ``store.bytes_sent`` before the
-        gradient was computed. If the gradient is not finite, the update is skipped.
+        ``totals`` are loss and weight of the gradient's global batch. ``sent`` is the value of ``store.bytes_sent``
+        before the gradient was computed. If the gradient is not finite, the update is skipped.
         """
         self.scalars.agree_on_rate(self._bound().learning_rate)  # it may have changed since the gradient was agreed on
         reduced = reduce()

@@ -74,16 +74,19 @@ def bits(reasons: Sequence[str]) -> str:
 
 
 def _of_layer(layer: Any, place: str) -> list[str]:
-    """Return, for a layer and each layer inside it, what computes in it besides this library; "" if nothing does.
+    """Return a text for a layer and for each layer inside it: what computes in it besides this library.
 
-    ``place`` names the layer's block in the texts.
+    The text is "" where nothing else computes. ``place`` names the layer's block in the texts.
     """
     inside = layer.children().values() if isinstance(layer, nn.Layer) else ()
     return [_of_class(layer, place), *(why for child in inside for why in _of_layer(child, place))]
 
 
 def _of_class(part: Any, role: str) -> str:
-    """Name what computes in the object ``part``, which computes ``role``; "" if its class is this library's own."""
+    """Return a text that says what computes in the object ``part``; "" if its class is this library's own.
+
+    ``role`` says in the text what the object computes, such as "updates".
+    """
     kind = part if hasattr(part, "__qualname__") else type(part)
     module = f"{kind.__module__}."
     if module.startswith(_OWN):
@@ -125,7 +128,10 @@ def within_rounding(
 
 
 def exactness(tiles: Mapping[str, int], reasons: Sequence[str]) -> str:
-    """Return a text that says what results are equal to: one process, one with ``tiles``, or only within rounding."""
+    """Return a text that says what results are equal to: one process, one with ``tiles``, or only within rounding.
+
+    ``reasons`` are what :func:`within_rounding` returned: why the results are equal only within rounding, if any.
+    """
     if reasons:
         return f"within rounding ({'; '.join(reasons)})"
     return SAME if max(tiles.values()) == 1 else f"{SAME} with {tiles_setting(tiles)}"

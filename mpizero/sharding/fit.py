@@ -98,8 +98,8 @@ class OptimizationResult:
     steps : int
         Number of training steps.
     stopped_early : bool
-        Whether the last ``patience`` epochs did not improve the validation loss, so that training stopped after them;
-        also if the last one was the last of all epochs.
+        Whether the last ``patience`` epochs did not improve the validation loss, so that training stopped after them.
+        It is also true if no further epochs would have followed.
 
     Examples
     --------

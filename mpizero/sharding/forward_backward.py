@@ -196,7 +196,7 @@ class _Passage:
     The collectives are a gather of parameters before each pass of a unit, and a reduction after its backward pass. A
     rank whose computation fails, or that has no micro-batch, still joins all these collectives, so that no other rank
     waits for it: as a context manager, a passage joins them if the code inside raises an error of the types
-    ``agreeable``. If ``done`` is None, there is only a forward pass.
+    ``agreeable``. ``done`` is called with each unit whose backward pass has ended; None: there is no backward pass.
     """
 
     def __init__(

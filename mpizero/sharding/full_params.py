@@ -112,7 +112,7 @@ class GlobalView:
         self._pieces = [self._sent_parameters(message) for message, _, _ in gathered]
 
     def _sent_parameters(self, message: Sequence[ParameterMessage]) -> list[list[SentParameter]]:
-        """Return, by unit of the whole model, the parameters that the ``message`` of one rank lists."""
+        """Return, by unit of the whole model, the parameters that one rank sends, as its ``message`` lists them."""
         units: list[list[SentParameter]] = [[] for _ in self.layout.units]
         for number, cut in message:
             entry = self.layout.parameters[number]
@@ -323,7 +323,8 @@ def sent_parameters(layout: FlatLayout, where: Coordinates, specs: Sequence[Para
 def check_cover(layout: FlatLayout, messages: Sequence[Sequence[ParameterMessage]]) -> None:
     """Check that each element of the model is read from exactly one rank of a replica. Not collective.
 
-    ``layout`` is that of the whole model. ``messages`` are those of the ranks of a replica with context rank 0.
+    ``layout`` is that of the whole model. ``messages`` holds the results of :func:`sent_parameters` of the ranks of a
+    replica with context rank 0: which parameters are read from each.
 
     Raises
     ------

@@ -171,8 +171,9 @@ class AllReduceMicroBatch(MicroBatch):
     """Represent a micro-batch whose gradients are written to memory of this rank, and added to its partial sums.
 
     ``step`` (:class:`FoldStep`) says to which partial sums the gradients of the micro-batch's grain are added.
-    ``row`` is the index of the row that its gradients are written to; None is the scratch array. ``overlapped``, if not
-    None, reduces the rows while this micro-batch, the last one of the training step, completes them.
+    ``row`` is the index of the row (memory for one gradient vector) that the gradients are written to; None is the
+    scratch array. ``overlapped``, if not None, sums the rows over ranks while this micro-batch, the last one of the
+    training step, completes them.
     """
 
     def __init__(self, buffer: AllReduceBuffer, grain: Grain, number: int, step: FoldStep, row: int | None) -> None:
@@ -189,7 +190,10 @@ class AllReduceMicroBatch(MicroBatch):
         return self._buffer.parts_of(self._row, unit, block)
 
     def accumulate(self, unit: Unit, block: str) -> None:
-        """Add the block's gradients to the grain's sum; after its last micro-batch, add that sum to earlier sums."""
+        """Add the block's gradients to the sum over the grain's micro-batches.
+
+        After the grain's last micro-batch, that sum is added to partial sums over earlier grains.
+        """
         assert self.grain is not None
         last = self.number == len(self.grain.micro_batches) - 1
         self._buffer.accumulate_block(self._step, self.number, last, unit, block)
@@ -208,12 +212,15 @@ class Operands(NamedTuple):
     Attributes
     ----------
     rows : 2-D array
-        The partial sums: rows, or levels of the stack. ``UpdatePiece.gradient`` is an index along the second axis.
+        The partial sums of gradients. An element along the first axis is a row, as long as the gradient vector, or a
+        level of the stack, as long as this rank's shard ([Note: words]). ``UpdatePiece.gradient`` is an index along the
+        second axis.
     programs : (array, array)
         Tree programs, which say in which order which rows are added: one for elements whose sums are not rounded, and
         one for elements whose sums are rounded.
     out : 1-D array
-        The row or level to which an optimizer that needs norms (LAMB) writes update directions.
+        The row or level (an element of ``rows``) to which an optimizer that needs norms (LAMB) writes update
+        directions.
     """
 
     rows: Array
@@ -394,16 +401,17 @@ class ReduceScatterBuffer:
         self._queue.poll()
 
     def finish(self) -> None:
-        """Wait for the partial sums in flight, and add each to its level of the stack. Not collective.
+        """Wait for the partial sums in flight, and add each to this rank's stack of partial sums. Not collective.
 
         [Note: sums in flight] in :meth:`reduce_scatter` says when they are in flight.
         """
         self._queue.finish()
 
     def operands(self) -> Operands:
-        """Return the stack, the tree programs that read the level with this rank's final sums, and that level.
+        """Return the arguments of an update from the final sums of this rank's shard. Not collective.
 
-        Not collective.
+        They are the stack of partial sums, the tree programs that read only its level with the final sums (there is
+        nothing left to add), and this level.
         """
         return Operands(self.stack, self.exchange.both_programs((self._root,)), self.stack[self._root])
 
@@ -419,9 +427,9 @@ class ReduceScatterBuffer:
         """Do nothing: each rank has the optimizer state of its shard only, and needs no other sums. Not collective."""
 
     def first_level(self) -> Array:
-        """Return the stack's first level, which :class:`AllReduceBuffer` uses for this rank's shard of sums.
+        """Return the stack's first level, an array as long as this rank's shard of the gradients. Not collective.
 
-        Not collective.
+        An :class:`AllReduceBuffer` can write the sums of this shard to it.
         """
         level: Array = self.stack[0]
         return level
@@ -429,13 +437,19 @@ class ReduceScatterBuffer:
     # ------------------------------------------------------------------ a unit
 
     def gradients_of(self, unit: Unit) -> Array:
-        """Return this rank's part of the current slot, as long as the gradients of ``unit``. Not collective."""
+        """Return this rank's array in the current slot (buffer for one unit's gradients), cut to the size of ``unit``.
+
+        Not collective.
+        """
         first = self.layout.gradient_bases[unit.index] if self._in_place else 0
         part: Array = self.slots[self._next][self.grid.node.rank][first : first + unit.gradients]
         return part
 
     def views_of(self, unit: Unit) -> Any:
-        """Return nested views of :meth:`gradients_of`, by block and parameter. Not collective."""
+        """Return nested views, by block and parameter, of the array that :meth:`gradients_of` returns.
+
+        Not collective.
+        """
         key = (self._next, unit.index)
         if key not in self._views:
             self._views[key] = self._named.unit(unit, self.gradients_of(unit))
@@ -610,7 +624,10 @@ class AllReduceBuffer:
                 yield from self._micro_batches_of(batch.grains[grain], folding.add(grain))
 
     def _micro_batches_of(self, grain: Grain, step: FoldStep) -> Iterator[AllReduceMicroBatch]:
-        """Yield the micro-batches of a grain, whose gradients are added as ``step`` says."""
+        """Yield the micro-batches of a grain.
+
+        ``step`` says where the grain's gradients are written, and to which partial sums they are added.
+        """
         for number in range(len(grain.micro_batches)):
             row = None if number and self._scratch_use else step.row
             yield AllReduceMicroBatch(self, grain, number, step, row)
@@ -636,7 +653,8 @@ class AllReduceBuffer:
     def accumulate_block(self, step: FoldStep, number: int, last: bool, unit: Unit, block: str) -> None:
         """Add the gradients of ``block``, from micro-batch ``number``, to the sum over the grain of ``step``.
 
-        After the grain's last micro-batch, that sum is added to the rows that ``step`` names.
+        After the grain's last micro-batch, that sum is added to the partial sums that ``step.targets`` names: to the
+        first of them, the result to the second, and so on.
         """
         later = number > 0 and self._scratch_use is not None
         added = self.parts_of(None, unit, block) if later else ()
@@ -655,8 +673,8 @@ class AllReduceBuffer:
     def _sums_of(self, step: FoldStep, unit: Unit, block: str) -> list[tuple[int, Array, list[Array]]]:
         """Return, for each range of a block's gradients, where it starts in a row, and views of it in several rows.
 
-        The views are one of the memory that the grain's gradients are written to, and one of each row in
-        ``step.targets``, to which they are then added.
+        A row is memory for one gradient vector. The first view is of the memory that the grain's gradients are written
+        to; the list has a view of each row in ``step.targets``, to which they are then added.
         """
         key = self.window.shape[0], step.row, step.targets, unit.index, block
         if key not in self._sums:
@@ -668,9 +686,10 @@ class AllReduceBuffer:
         return self._sums[key]
 
     def parts_of(self, row: int | None, unit: Unit, block: str) -> list[Array]:
-        """Return the arrays, one for each range, that a block's gradients are written to: in a row or scratch memory.
+        """Return the arrays that a block's gradients are written to, one for each of its ranges of the gradient vector.
 
-        Not collective.
+        Not collective. They are views of row number ``row`` (memory for one gradient vector), or of scratch memory if
+        ``row`` is None.
         """
         key = (None if row is None else self._place(row), unit.index, block)
         if key not in self._views:
@@ -764,7 +783,8 @@ class AllReduceBuffer:
     def _barrier(self) -> None:
         """Wait until all ranks of the node have written their gradients. Collective over the node.
 
-        With dynamic scheduling it is then known which rank has computed which grain, and how rows are added is planned.
+        With dynamic scheduling it is only then known which rank has computed which grain; so the order in which the
+        rows (gradient vectors) of all ranks are added is planned here.
         """
         with self.store.timeline.span("reduction", "rows"):
             self.store.memory.barrier("rows")
@@ -847,7 +867,7 @@ class OverlappedReduction:
     exchange : GradientExchange
         Sends partial sums between peers; it must not compress them with loss.
     spans : sequence over peers of sequences of Span
-        The ranges of the row that each peer owns.
+        The ranges of the gradient vector that each peer owns.
     plan : RowsPlan
         Which rows each node adds up, and how the sums of all nodes are added.
     rows : (2-D array, 1-D array)
@@ -876,7 +896,10 @@ class OverlappedReduction:
         self._gatherings: list[Gathering] = []
 
     def _by_size(self, plan: RowsPlan, spans: Sequence[Sequence[Span]]) -> Iterator[Bucket]:
-        """Yield buckets of equal sizes, in which each peer sums as much as the others, and sends its sums to all."""
+        """Yield buckets (parts of the gradient vector) of equal sizes, for DDP.
+
+        In each bucket every peer sums as many elements as the others, and sends its sums to all peers.
+        """
         counts = [len(programs) for programs in plan.group_programs]
         exchange = self._exchange
         for start, parts in cut_buckets(spans, self.total.size, counts, exchange.elements):
@@ -888,7 +911,7 @@ class OverlappedReduction:
                 yield Bucket(start, [segment] if any(windows) else [], take)
 
     def _by_unit(self, plan: RowsPlan) -> Iterator[Bucket]:
-        """Yield a bucket for each unit; each peer sums the elements of the unit that it owns."""
+        """Yield a bucket (part of the gradient vector) for each unit; each peer sums its own elements of the unit."""
         for unit in reversed(self._layout.units):
             ranges = [shard.flat_spans(unit.index) for shard in self._exchange.shards]
             to_sum = RowsToSum(self._rows, ranges, plan.group_programs, "gradients", exact=self._exchange.exact)
@@ -911,7 +934,7 @@ class OverlappedReduction:
         self._gatherings[:] = [gathering for gathering in self._gatherings if not gathering.test()]
 
     def finish(self) -> None:
-        """Exchange the remaining buckets, and wait until :attr:`total`, this rank's first row, has all sums.
+        """Exchange the remaining buckets (parts of the gradient vector), and wait until :attr:`total` has all sums.
 
         Collective over the data group.
         """
@@ -922,7 +945,9 @@ class OverlappedReduction:
         self._gatherings.clear()
 
     def _begin(self, final: int) -> None:
-        """Begin to exchange the buckets that start at element ``final`` or after it, and are not exchanged yet.
+        """Begin to exchange the buckets that start at element ``final`` of the gradient vector or after it.
+
+        Buckets of which the exchange has begun before are left out.
 
         Collective over the data group.
         """
@@ -933,7 +958,7 @@ class OverlappedReduction:
                 self._queue.add(bucket.segments, bucket.take)
 
     def _sum(self, pieces: Iterable[RowRange]) -> None:
-        """Add up partial sums that have arrived."""
+        """Add up the partial sums of ``pieces``, ranges of the gradient vector that have arrived from all peers."""
         for piece in pieces:
             out = self.total[piece.target : piece.target + piece.size]
             tree_sum(piece.rows, piece.first, self._roots[piece.rounded], self._one, out)
@@ -941,7 +966,8 @@ class OverlappedReduction:
     def _sum_for_all(self, parts: Sequence[Sequence[Span]], pieces: Iterable[RowRange], *, halves: bool) -> None:
         """Add up partial sums that have arrived, and begin to send this rank's sums to all peers.
 
-        With ``halves`` the sums are rounded, and are sent in 16 bits.
+        ``parts`` are the ranges of the bucket that each peer sums. With ``halves`` the sums are rounded, and are sent
+        in 16 bits.
         """
         self._sum(pieces)
         sums = [self.total[span.start : span.stop] for span in parts[self._peers.rank]]
@@ -954,11 +980,11 @@ class Bucket(NamedTuple):
     Attributes
     ----------
     start : int
-        First element of the bucket in the row.
+        Index of the bucket's first element in the gradient vector.
     segments : sequence of Segment
-        The segments that exchange its partial sums.
+        The messages that exchange the bucket's partial sums, in one or more segments.
     take : callable
-        Adds the partial sums of a segment that has arrived.
+        Takes the partial sums of a segment that has arrived, and adds them up.
     """
 
     start: int
@@ -974,9 +1000,9 @@ def cut_buckets(
     Parameters
     ----------
     spans : sequence over peers of sequences of Span
-        The ranges of the row that each peer owns.
+        The ranges of the gradient vector that each peer owns.
     size : int
-        Number of elements of a row.
+        Number of elements of the gradient vector.
     counts : sequence of int
         For each peer, the number of partial sums that its node sends.
     elements : int or None
@@ -985,8 +1011,8 @@ def cut_buckets(
     Returns
     -------
     list of (int, tuple of tuple of Span)
-        For each bucket, the last one of the row first, its first element, and the ranges that each peer sums. All peers
-        have equally many ranges; some may be empty.
+        For each bucket, beginning with the last one of the vector: the index of its first element, and the ranges that
+        each peer sums. All peers have equally many ranges; some may be empty.
     """
     nodes = len(counts)
     bucket_size = nodes * exchange_step(counts, elements)
@@ -1018,7 +1044,10 @@ def bucket_forms(
 
 
 def _shared_evenly(spans: Sequence[Span], nodes: int) -> tuple[tuple[Span, ...], ...]:
-    """Cut the concatenation of ``spans`` into equal shards; return, for each peer, its part of every span."""
+    """Cut the concatenation of ``spans`` into equal shards, one for each of ``nodes`` peers.
+
+    Return, for each peer, the range of its shard in every span; it is empty if they do not overlap.
+    """
     total, parts = sum(span.size for span in spans), []
     for shard in Partition(total, nodes):
         shard_span = Span(shard.start, shard.stop)
@@ -1161,7 +1190,7 @@ class GradientExchange(ExactExchange):
 
     @property
     def _partial_sums(self) -> list[slice]:
-        """The slices of the residuals' array for the partial sums that are sent to other peers."""
+        """For each other peer, the slice of the array of residuals that is for the partial sums sent to this peer."""
         bounds = [slice(*pair) for pair in pairwise(self._bounds)]
         return [part for peer, part in enumerate(bounds) if peer != self.comm.rank]
 

@@ -67,17 +67,17 @@ class IntegerState:
             self.values[name][...] = arrays[name]
 
     def copy_from(self, other: IntegerState) -> None:
-        """Copy the values of another state of the same stage. Not collective."""
+        """Copy the integer arrays of ``other``, a state of the same stage. Not collective."""
         self.set(other.values)
 
     # ------------------------------------------------------------------ values for layers (not collective)
 
     def readonly_views(self, block: str) -> dict[str, Any]:
-        """Return read-only views of a block's arrays, nested by local name."""
+        """Return read-only views of a block's integer arrays, nested by local name."""
         return self._views(block, self.values, writeable=False)
 
     def targets(self, block: str) -> dict[str, Any]:
-        """Return the arrays that a block writes new values to, nested by local name."""
+        """Return the arrays to which a block writes new values of its integer arrays, nested by local name."""
         return self._views(block, self._written, writeable=True)
 
     def _views(self, block: str, arrays: dict[str, Array], *, writeable: bool) -> dict[str, Any]:
@@ -88,16 +88,21 @@ class IntegerState:
         return nested(by_name)
 
     def forget(self) -> None:
-        """Drop the new values of a step that has not ended."""
+        """Drop the new values of integer arrays from a step that has not ended."""
         self._new = {}
 
     def prepare(self, blocks: Iterable[str]) -> None:
-        """Copy current values to the arrays that ``blocks`` write to, so that unwritten elements keep their values."""
+        """Copy the integer arrays of ``blocks`` to those that the blocks write new values to.
+
+        So elements that a block does not write keep their values.
+        """
         for name in self._names(blocks):
             self._written[name][...] = self.values[name]
 
     def take(self, block: str, first: int, count: int) -> LayoutError | None:
-        """Store ``block``'s new values; return an error if an earlier micro-batch has written different values.
+        """Store the values that ``block`` has written to its integer arrays, after a micro-batch.
+
+        Return an error if they are not equal to those of an earlier micro-batch of the step.
 
         ``first`` is the index of the micro-batch's first sample in the global batch, ``count`` its number of samples.
         """
@@ -116,7 +121,7 @@ class IntegerState:
     # ------------------------------------------------------------------ agreement
 
     def agree(self) -> None:
-        """Check that the new values of all ranks are equal, and send them to ranks without a micro-batch.
+        """Check that all ranks have equal new values of integer arrays; send them to ranks without a micro-batch.
 
         Collective over the world if the model has any integer array; else it does nothing.
 
@@ -164,7 +169,7 @@ class IntegerState:
                     )
 
     def commit(self) -> None:
-        """Make the new values the current ones, at the end of a step that has updated the parameters.
+        """Make the new values of integer arrays the current ones, after a step that has updated the parameters.
 
         Not collective.
         """

@@ -52,8 +52,8 @@ MAX_NAMED = 4
 class _Tensor(NamedTuple):
     """Identify an array of parameters or optimizer state.
 
-    ``kind`` is "parameters" or "optimizer/<slot>", ``name`` the parameter's name. ``part`` is the slice of the whole
-    tensor that this tensor rank holds, or None if the rank holds the whole tensor.
+    ``kind`` is "parameters", or the name of a state array as in "optimizer/exp_avg"; ``name`` is the parameter's name.
+    ``part`` is the slice of the whole tensor that this tensor rank holds, or None if the rank holds the whole tensor.
     """
 
     kind: str
@@ -279,9 +279,9 @@ _SENTINELS: dict[int, tuple[Any, int]] = {4: (np.uint32, 0x7FCA5C3E), 8: (np.uin
 
 
 def write_sentinel(view: Any, *, ends: bool = False) -> None:
-    """Set all elements of a gradient, or only the first and the last, to the sentinel. Not collective.
+    """Set all elements of a gradient, or only the first and the last, to the sentinel, one fixed NaN.
 
-    The gradient is an array on the host or on a GPU.
+    Not collective. The gradient is an array on the host or on a GPU. ``ends`` selects the first and the last.
     """
     reals = as_reals(view)
     bits, value = _SENTINELS[reals.dtype.itemsize]
@@ -368,21 +368,24 @@ class WriteCheck:
 
     @property
     def on(self) -> bool:
-        """Tell whether the caller must write sentinels to gradients before this step's backward pass.
+        """Tell whether the caller must write sentinels (one fixed NaN) to gradients before this step's backward pass.
 
         Not collective.
         """
         return self._first or self.ends
 
     def write_sentinels(self, views: Mapping[str, Any]) -> None:
-        """Set a unit's gradients, or their ends, to the sentinel; ``views`` are nested by block. Not collective."""
+        """Set a unit's gradients, or only the first and last element of each, to the sentinel (one fixed NaN).
+
+        Not collective. ``views`` are the gradients, nested by block.
+        """
         for block, tree in views.items():
             for _, view in self._trained(block, tree):
                 write_sentinel(view, ends=not self._first)
         self._looked = True
 
     def missed(self, block: str, views: Any) -> LayoutError | None:
-        """Return an error to raise if sentinels are left in the gradients of ``block``; None if there are none.
+        """Return an error to raise if ``block`` has left gradients unwritten, at the sentinel; None if it has not.
 
         Not collective. ``views`` are the nested views of the block's gradients.
         """
@@ -393,7 +396,7 @@ class WriteCheck:
         return None
 
     def end(self, *, failed: bool) -> None:
-        """End a step; if no checked gradient had a sentinel left and no layer raised, end the check of whole gradients.
+        """End a step; if all checked gradients were written and no layer raised, end the check of whole gradients.
 
         With ``always`` the check never ends. Not collective. ``failed`` tells whether a layer has raised.
         """

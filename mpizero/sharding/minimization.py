@@ -191,7 +191,10 @@ class _Minimization:
         return self._result(self._progress.message or message)
 
     def _product(self) -> AbstractContextManager[None]:
-        """Return a context in which an evaluation computes a Hessian product, if the method needs one. Collective."""
+        """Return a context for the next evaluation, which computes a Hessian product if the method needs one now.
+
+        Collective.
+        """
         method, engine = self._updater.optimizer, self._model._engine
         if self._progress.stage != "product" or not method.exact:
             return nullcontext()

@@ -546,8 +546,9 @@ class Model(ParameterAccess):
         return pending.totals, reduced, pending.sent
 
     def _gradients(self, totals: Totals, reduced: Array, *, gather: bool) -> Gradients:
-        """Copy an averaged gradient from the reducer's order of elements to the order of parameters.
+        """Copy an averaged gradient from the order of a gradient vector to that of the parameter vector.
 
+        In a gradient vector each tied use of a parameter has elements of its own; they are left out here.
         The result has the ranges that this rank owns if gradients are sharded, else all parameters of this rank's stage
         and tensor part; with ``gather`` it has all parameters of the whole model.
         """

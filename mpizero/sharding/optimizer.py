@@ -294,7 +294,8 @@ class ShardedOptimizer:
         Returns
         -------
         int
-            Number of differences found: one for each slot and each inter-node group whose copies were not equal.
+            Number of differences found: one for each slot (such as "exp_avg") and each inter-node group whose copies
+            were not equal.
         """
         updater, grid = self._updater, self.model._engine.grid
         engine = self.model._engine
@@ -319,8 +320,9 @@ class ShardedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer state of the whole model, the same on every rank. Collective.
 
-        The keys are "step_count" and "state"; ``state[slot][name]`` has the shape of parameter ``name``, or the shape
-        of a matrix optimizer's state array. A full-batch method, such as L-BFGS, adds "progress", its scalars.
+        The keys are "step_count" and "state". Under "state" is a dictionary for each slot, such as "exp_avg", with an
+        array for each parameter name: of the parameter's shape, or of the shape of a matrix optimizer's state array. A
+        full-batch method, such as L-BFGS, adds "progress", its scalars.
         """
         updater, engine = self._updater, self.model._engine
         slots: dict[str, dict[str, Array]] = {}

@@ -148,7 +148,7 @@ class ParameterAccess:
             notice(f"grain_assignment='dynamic' has no effect here: {engine.assigned_in_advance}")
 
     def _with_private_fallback(self, step: Callable[[Engine], T]) -> T:
-        """Return ``step(engine)``; if its gradients do not fit into shared memory, move the model out of it and retry.
+        """Return ``step(engine)``; if gradients do not fit into shared memory, move the model out and try again.
 
         After the move every rank keeps its own copy of the model in private memory.
         """
@@ -234,7 +234,7 @@ class ParameterAccess:
 
     @property
     def _placement(self) -> Placement:
-        """The row of the placement table for this model's strategy: which state is sharded, and in which units."""
+        """The :class:`Placement` of this model's strategy: which state is sharded, and in which units."""
         return placement(self._strategy)
 
     @property
@@ -806,8 +806,9 @@ def gather_owned(engine: Engine, owned: Array) -> Array:
 
 
 def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
-    """Return where each array of a slot of the optimizer state lies in the vector of :func:`gather_slot`.
+    """Return where each array of one ``slot`` of the optimizer state lies in the vector of :func:`gather_slot`.
 
+    A slot, such as "exp_avg", has one array for each parameter.
     Elementwise state has the offsets of its parameters in the flat vector of the whole model; state arrays of whole
     tensors follow one another. Not collective. The engine must have a bound optimizer.
     """
@@ -819,8 +820,9 @@ def slot_entries(engine: Engine, slot: str) -> tuple[ParameterUse, ...]:
 
 
 def gather_slot(engine: Engine, slot: str) -> Array:
-    """Gather the arrays of a slot of the optimizer state of the whole model, as one vector on every rank.
+    """Gather the arrays of one ``slot`` of the optimizer state, such as "exp_avg", as one vector on every rank.
 
+    The vector has the arrays of the whole model.
     :func:`slot_entries` says where each array lies; elements that belong to no array are 0. Collective over the world.
     """
     updater = engine.bound_updater

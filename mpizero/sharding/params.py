@@ -240,8 +240,8 @@ def _running(sizes: Sequence[int]) -> tuple[int, ...]:
 def tensors_last(pieces: Sequence[UpdatePiece], names: Container[str]) -> tuple[UpdatePiece, ...]:
     """Return the pieces in the same order, with new offsets in the optimizer state: parameters ``names`` come last.
 
-    ``names`` are the parameters that a matrix optimizer updates as whole tensors. A slot that these parameters do not
-    use ends before their offsets.
+    ``names`` are the parameters that a matrix optimizer updates as whole tensors. A state array that these parameters
+    do not use ends before their offsets.
     """
     sizes = [piece.size for piece in pieces]
     order = sorted(range(len(pieces)), key=lambda number: pieces[number].entry.spec.name in names)
@@ -250,7 +250,7 @@ def tensors_last(pieces: Sequence[UpdatePiece], names: Container[str]) -> tuple[
 
 
 def runs_of(pieces: Sequence[UpdatePiece]) -> tuple[UpdateRun, ...]:
-    """Join successive pieces of the same optimizer group into runs.
+    """Join successive pieces (ranges of single parameters) of the same optimizer group into runs.
 
     Two pieces are joined if the second begins where the first ends in the parameter store, in the reduced gradient and
     in the optimizer state.
@@ -826,8 +826,10 @@ class ParameterStore:
         return self._regions[0][1] if self._regions and not self.sharded else Span(0, self.layout.size)
 
     def begin_all_gather(self) -> None:
-        """Begin to send the first region while this rank updates the others; :meth:`all_gather` must follow.
+        """Begin to send the first region of the parameters while this rank still updates the others.
 
+        A region is a range of parameters with an all-gather of its own; the next forward pass needs the first region
+        first. A call of :meth:`all_gather` must follow, which sends the other regions.
         Collective over the data group, but a rank may omit this call: its :meth:`all_gather` then begins to send the
         region. At the time of the call the rank must have updated its parameters of the region, and no rank of its node
         may read them any more.
@@ -838,7 +840,10 @@ class ParameterStore:
         self._begun = self._all_gather_first()
 
     def _all_gather_first(self) -> ParameterAllGather:
-        """Begin to all-gather the first region. Collective over the data group."""
+        """Begin to all-gather the first region, the parameters that the next forward pass needs first.
+
+        Collective over the data group.
+        """
         regions = [
             [self.stored_span(s, n, s.spans[n].intersect(r)) for s in self.kept_shards] for n, r in self._regions
         ]
@@ -887,7 +892,10 @@ class ParameterStore:
         return self.grid.bytes_sent + sum([gathering.bytes_left for gathering in self._gathering])
 
     def _last_region(self, block: str) -> int:
-        """Return how many regions ([Note: regions]) must have arrived, in order, before a rank reads ``block``."""
+        """Return how many regions must have arrived before a rank reads ``block``: it reads none of the later ones.
+
+        Regions are ranges of the parameters that arrive in order ([Note: regions]).
+        """
         ends = [e.span.stop for e in self.layout.entries if e.block == block and e.spec.size]
         return sum(region.start < max(ends, default=0) for _, region in self._regions)
 
@@ -1108,9 +1116,10 @@ class ParameterAllGather:
         return self._arrived == len(self._gatherings)
 
     def test_first(self) -> None:
-        """Let the messages of the first region progress; unlike :meth:`poll`, begin no barrier of the node.
+        """Let the messages of the first region (parameters that the next forward pass needs first) progress.
 
-        Not collective. It is for a rank that still updates parameters.
+        Not collective. Unlike :meth:`poll`, this begins no barrier of the node. It is for a rank that still updates
+        parameters.
         """
         keep_testing(self._gatherings[0].test)
 
@@ -1180,7 +1189,7 @@ def fits_shared_memory(
     item : int
         Bytes of one element of a parameter, or of a gradient.
     placement : Placement
-        The strategy's row of the placement table.
+        What the strategy shards.
     config : Config
         The settings. A row is memory for one flat gradient. If ``micro_batch`` is None, the batch may have any number
         of grains (slices): the check counts the rows that up to 16 of them can need. Otherwise it counts one row for

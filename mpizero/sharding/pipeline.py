@@ -171,7 +171,7 @@ class PipelineRunner(Runner):
             self._backward(instruction, checked)
 
     def _absent(self, instruction: Instruction, checked: CheckedMicroBatch) -> None:
-        """Join the collectives of an instruction whose micro-batch exists only on other replicas."""
+        """Join the collectives of ``instruction``, a pass of a micro-batch that only other replicas have."""
         forward = instruction.kind == "forward"
         units = self.units[instruction.chunk]
         for unit, following in with_next(units if forward else reversed(units)):
@@ -252,7 +252,11 @@ class PipelineRunner(Runner):
             del self._flights[chunk, micro]
 
     def _block_backward(self, kind: str, block: str, params: Any, d: Any, grads: Any, flight: _Flight) -> Any:
-        """Call the method ``kind`` of a block's layer; return the gradient of the layer's input, if it is computed."""
+        """Call a method of a block's layer: ``kind`` is "backward", "backward_input" or "backward_weights".
+
+        ``d`` is the gradient of the layer's output, and ``grads`` are the views for the gradients of its parameters.
+        Return the gradient of the layer's input, if the method computes it.
+        """
         if kind == "backward":
             return self._call(block, kind, params, flight.caches.pop(block), d, grads)
         if kind == "backward_input":

@@ -92,7 +92,7 @@ class PlacedModel:
     config : Config
         The settings.
     placement : Placement
-        The strategy's row of the placement table.
+        What the strategy shards.
     parallel_layout : ParallelLayout, optional
         How the model is split over pipeline, tensor and context ranks. None: it is not split.
     device : int, optional
@@ -267,7 +267,7 @@ class PlacedModel:
         return assigned_in_advance(self.placement, self.config, self.grid, self.grid.model.size)
 
     def _tie_exchange(self) -> Callable[[Sequence[UpdatePiece]], TieExchange] | None:
-        """Return a function that makes a ``TieExchange`` for the ranges that this rank owns.
+        """Return a function that makes a ``TieExchange`` (adds tied gradients of stages) for this rank's ranges.
 
         None if this rank's pipeline stage shares no parameter with another stage.
         """
@@ -351,6 +351,7 @@ class PlacedModel:
     def complete_grain_rule(self, x: Any, y: Any) -> None:
         """Complete the default grain rule of a PyTorch or JAX model, by the work that the model does on samples.
 
+        The grain rule says how global batches are cut into grains.
         Not collective; every rank calls it. The model counts this work from the types of ``x`` and ``y`` and the shapes
         of their samples; the arrays may be empty.
         """

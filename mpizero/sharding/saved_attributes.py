@@ -101,12 +101,15 @@ _NUMBERS = ("micro_batch", "efficient")
 
 
 def grain_record(rule: GrainRule, wire: str | None) -> dict[str, Any]:
-    """Return the record that a checkpoint holds of a grain rule and of ``Config.wire``, as plain JSON values."""
+    """Return what a checkpoint records of a grain rule (how batches are cut into grains) and of ``Config.wire``.
+
+    The record consists of plain JSON values.
+    """
     return {"order": ORDER, **asdict(rule), **({} if wire is None else {"wire": wire})}
 
 
 def is_grain_record(value: object) -> bool:
-    """Tell whether ``value``, any JSON value from a checkpoint, is a record of a grain rule or None."""
+    """Tell whether ``value``, any JSON value from a checkpoint, is None or of the form of :func:`grain_record`."""
     if value is None:
         return True
     return (
@@ -121,7 +124,10 @@ def is_grain_record(value: object) -> bool:
 
 
 def check_order(record: Mapping[str, Any] | None) -> None:
-    """Raise :class:`CheckpointError` if the record names an order of adding gradients that is unknown."""
+    """Raise :class:`CheckpointError` if a checkpoint's :func:`grain_record` names an unknown order of adding gradients.
+
+    There is one known order, that of the binary tree; None, no record, is accepted.
+    """
     if record is not None and record["order"] != ORDER:
         raise CheckpointError(
             f"the checkpoint's training added the gradients of grains in the order {record['order']!r:.80}, which this "
@@ -133,7 +139,8 @@ def check_order(record: Mapping[str, Any] | None) -> None:
 def resume_grains(engine: Engine, record: Mapping[str, Any] | None) -> None:
     """Cut global batches from now on into grains as the training that wrote the checkpoint did.
 
-    Not collective; every rank calls it. A ``micro_batch`` that the user has set is kept. Rank 0 prints a notice if that
+    Not collective; every rank calls it. ``record`` is what :func:`grain_record` returned for the checkpoint; None if
+    the checkpoint has no record. A ``micro_batch`` that the user has set is kept. Rank 0 prints a notice if that
     setting, ``accumulate`` or ``wire`` differs from the record, and if the recorded ``micro_batch`` is used.
     """
     config, rule = engine.config, engine.config.grain_rule(engine.model)
@@ -283,7 +290,8 @@ def learning_rate_record(updater: Updater | None) -> dict[str, Any]:
 def learning_rate_change(updater: Updater, attributes: Mapping[str, Any], steps: int) -> str | None:
     """Describe how the bound optimizer's schedule or learning rate differs from the checkpoint's.
 
-    Return None if they are equal, or if one of them is unknown. Not collective.
+    The two schedules are compared if both are known, and then the learning rates of the checkpoint's last step. Return
+    None if no difference is found. Not collective.
 
     Parameters
     ----------
@@ -356,7 +364,10 @@ class ArrayReader(Protocol):
     attributes: dict[str, Any]
 
     def read(self, requests: list[LocalArray]) -> None:
-        """Read values of the checkpoint into the pieces of ``requests``, and verify them. Collective."""
+        """Read the ranges of arrays that ``requests`` list into the memory of their pieces, and verify the values.
+
+        Collective.
+        """
 
 
 class ArrayPiece(NamedTuple):
@@ -373,7 +384,7 @@ class ArrayPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedArray:
-    """Describe an array of a checkpoint and this rank's pieces of it.
+    """Describe an array of a checkpoint, and the pieces (ranges of its elements) that this rank holds.
 
     ``path`` is the array's name in the checkpoint. ``spec`` describes the parameter in the whole model. ``real`` is the
     type of the real numbers in memory; a complex element consists of two.
@@ -470,7 +481,10 @@ def fill_arrays(engine: Engine, reader: ArrayReader, arrays: Sequence[SavedArray
 
 
 def _fill_in_use(engine: Engine, reader: ArrayReader, rows: RowReader, groups: Sequence[Sequence[SavedArray]]) -> None:
-    """Read arrays into a model that has been trained or loaded, group by group; see the note in :func:`fill_arrays`."""
+    """Read arrays into a model that has been trained or loaded, one of ``groups`` of arrays after the other.
+
+    See [Note: partial loads] in :func:`fill_arrays`.
+    """
     world, changed = engine.grid.world, False
     for group in groups if len(groups) > 1 else ():
         _read_aside(world, reader, rows, group)
@@ -500,8 +514,8 @@ def _read_aside(
     Returns
     -------
     (list of LocalArray, list of LocalArray)
-        Requests with the memory to which the values are to be copied, and requests of the same ranges with new memory
-        that holds the values.
+        Two lists of the ranges of arrays that this rank has read: with the memory to which the values are to be copied,
+        and with the new memory that holds the values.
     """
     with all_ranks(world, "restore"):
         requests = [rows.request(array) for array in group]
@@ -533,7 +547,7 @@ def _groups(arrays: Sequence[SavedArray]) -> Iterator[list[SavedArray]]:
 
 
 def _fresh(request: LocalArray) -> LocalArray:
-    """Return a copy of ``request``, for the same ranges, with newly allocated memory."""
+    """Return a request to read the same ranges of an array as ``request``, into newly allocated memory."""
     real = number_of(np.dtype(request.dtype))
     memory, offset, pieces = np.empty(sum(v.size for _, v in request.pieces), real), 0, []
     for start, values in request.pieces:

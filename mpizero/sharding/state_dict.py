@@ -79,7 +79,7 @@ def _everything(spec: ParameterSpec) -> bool:
 
 
 def parameter_arrays(engine: Engine) -> list[SavedArray]:
-    """Return the arrays of all parameters of the model, with the pieces that this rank holds. Not collective."""
+    """Return the arrays of all parameters of the model, with the ranges that this rank holds. Not collective."""
     return _parameter_arrays(engine, _everything) + _integer_arrays(engine, filled=True)
 
 
@@ -116,8 +116,8 @@ def _state_arrays(
 ) -> list[SavedArray]:
     """Return all arrays of the optimizer state, with this rank's ranges where ``wanted`` accepts the parameter.
 
-    ``state`` is this rank's state by slot. With ``local_only``, copies of state from the shards of other ranks are left
-    out.
+    ``state`` is this rank's state by slot, such as "exp_avg". With ``local_only``, copies of state from the shards of
+    other ranks are left out.
     """
     updater = engine.bound_updater
     specs = [elementwise.state_specs(updater.optimizer, entry.spec) for entry in engine.global_view.layout.parameters]
@@ -153,9 +153,9 @@ def checkpoint_attributes(engine: Engine) -> dict[str, Any]:
 def attributes(engine: Engine) -> dict[str, Any]:
     """Return the value of the checkpoint attribute ``mpizero``. Not collective.
 
-    The value holds the optimizer's name, slots and number of updates, the step number, the loss scale, the layout, how
-    batches are cut into grains, numbers of tiles, and the name of each tied use of a parameter, with the name under
-    which the parameter is saved.
+    The value holds the optimizer's name, the names of its state arrays and its number of updates, the step number, the
+    loss scale, the layout, how batches are cut into grains, numbers of tiles, and the name of each tied use of a
+    parameter, with the name under which the parameter is saved.
     """
     updater = engine.updater
     return {
@@ -579,7 +579,10 @@ class _Renamed:
     attributes: dict[str, Any]
 
     def read(self, requests: list[LocalArray]) -> None:
-        """Read values into the pieces of ``requests``. Collective."""
+        """Read the ranges of arrays that ``requests`` list, by the arrays' names in the model, into their memory.
+
+        Collective.
+        """
         self.file.read([replace(request, path=self.origin[short_name(request.path)]) for request in requests])
 
 

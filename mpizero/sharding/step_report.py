@@ -194,7 +194,7 @@ class SkippedSteps:
         self.policy, self.in_a_row = policy, 0
 
     def see(self, report: StepReport, *, speaks: bool) -> None:
-        """Count a step; if it was skipped, write the warning, call the callback and raise as the policy says.
+        """Count a step; if it was skipped, write the warning, call the callback and raise as the user's BadSteps says.
 
         ``speaks`` says whether this rank is the one that writes the warning. Not collective, but all ranks have equal
         reports and so do the same.
@@ -274,7 +274,10 @@ class GrainNotices:
 
 
 def described_grains(rule: GrainRule, samples: int, model: str) -> str:
-    """Return a line about the default grains of a global batch of ``samples`` samples."""
+    """Return a line about the default grains of a global batch of ``samples`` samples.
+
+    ``rule`` is the default rule that cuts batches; ``model`` says in the line what kind of model it is.
+    """
     grains = rule.grains(samples)
     return (
         f"{samples} samples a step in {grains.described(rule.accumulate)} (by default, from the operations of the "

@@ -132,8 +132,8 @@ class Updater:
     def state_pieces(self, slot: str, *, local_only: bool = False) -> list[StatePiece]:
         """Return the ranges of ``slot``'s arrays that this rank keeps: of its shards, or of whole tensors it owns.
 
-        Not collective. With ``local_only``, only ranges of this rank's own shard, not its copies of the state of other
-        shards.
+        Not collective. ``slot`` names a kind of optimizer state, such as "exp_avg", with an array for each parameter.
+        With ``local_only``, only ranges of this rank's own shard, not its copies of the state of other shards.
         """
         if slot not in self.optimizer.slots:
             return self.tensors.owned_state[slot] if self.tensors else []
@@ -148,7 +148,7 @@ class Updater:
             self.memory.release("optimizer state", array)
 
     def host_state(self, *, fetch: bool = True) -> dict[str, Array]:
-        """Return the optimizer state as arrays on the host, by slot. Not collective.
+        """Return the optimizer state as arrays on the host, by slot, such as "exp_avg". Not collective.
 
         The arrays are the state itself, or copies if the state is on a GPU. With ``fetch=False`` the contents of copies
         are undefined, for callers that overwrite all of them.
@@ -199,8 +199,9 @@ class Updater:
     def update_fused(
         self, rows: Array, programs: tuple[Array, Array], divisors: Divisors, out: Array, threads: int
     ) -> None:
-        """Sum the gradients in ``rows``, divide the sum, and update the parameters from it, in one pass over memory.
+        """Sum the partial sums of gradients in ``rows``, and update the parameters from the divided sum.
 
+        This takes one pass over memory.
         Collective over all ranks for optimizers that need norms, else not collective.
 
         Parameters
@@ -234,8 +235,9 @@ class Updater:
         self._made()
 
     def _in_order(self, runs: Iterable[UpdateRun]) -> Iterator[UpdateRun]:
-        """Yield ``runs``, in the order of the parameters, and begin to send updated parameters between them.
+        """Yield ``runs`` (ranges that are updated together), and begin to send updated parameters between them.
 
+        The runs are yielded in the order of the parameters.
         The region of parameters that the next forward pass needs first is sent as soon as the caller has updated this
         rank's part of it; its messages progress between the updates of the other runs. All averaged and tied parameters
         must have been updated before. Nothing is sent here with DDP, whose ranks update all shards of their inter-node
@@ -275,10 +277,10 @@ class Updater:
         operands: tuple[Any, ...],
         scalars: tuple[Array, ...],
     ) -> None:
-        """Call ``apply(scalars)``, which updates parameters and state in place, or repeat a recording of that.
+        """Call ``apply(scalars)``, which updates parameters and state in place, or repeat its recorded kernel calls.
 
-        ``calls`` keeps the recordings. ``operands`` are values other than parameters and state on which the calls of
-        kernels depend: a recording is repeated only for equal ones.
+        ``calls`` keeps the recordings of earlier steps. ``operands`` are values other than parameters and state on
+        which the calls of kernels depend: a recording is repeated only if they are equal.
         """
         self._last, values = calls, self._parameters()
         if not self._records or type(values) is not np.ndarray:
@@ -299,9 +301,9 @@ class Updater:
         return "repeated" if self._last.repeated else "called"
 
     def _average(self, values: Array, rows: Array, program: Array, divisors: Divisors) -> None:
-        """Set this rank's averaged parameters, in ``values``, to the mean of the values in ``rows``. Not collective.
+        """Set this rank's averaged parameters, in ``values``, to the means of their new values. Not collective.
 
-        :meth:`update_fused` describes the other arguments.
+        ``rows`` holds partial sums of the new values over samples. :meth:`update_fused` describes the other arguments.
         """
         tree_sum = kernels.backend(rows).update.tree_sum
         for piece in self.averages:
@@ -314,8 +316,9 @@ class Updater:
             values[piece.store : piece.store + piece.size] = reduced[piece.gradient : piece.gradient + piece.size]
 
     def _tied_sum(self, piece: UpdatePiece, rows: Array, program: Array, divisor: Array) -> Array:
-        """Return the reduced gradient of a piece with tied uses: the sum over all uses, added in declared order.
+        """Return the reduced gradient of a piece (range of a parameter) with tied uses: the sum over all uses.
 
+        The gradients of the uses are added in declared order.
         :meth:`update_fused` describes ``rows`` and ``program``; ``divisor`` is the divisor of sums of gradients.
         """
         tree_sum, like = kernels.backend(rows).update.tree_sum, rows[0, : piece.size]
@@ -468,7 +471,7 @@ class Updater:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """The slots of the optimizer state that begin with the parameters: moving average and master weights."""
+        """The kinds of optimizer state that start as copies of the parameters: moving average and master weights."""
         return tuple(slot for slot in (EMA, MASTER_WEIGHTS) if slot in self.state)
 
     def begin_copies(self, state: Mapping[str, Array]) -> None:
@@ -494,7 +497,10 @@ class Updater:
             there[:] = saved
 
     def state_of(self, slot: str, piece: UpdatePiece | StatePiece) -> Array:
-        """Return the state in ``slot`` of the elements of ``piece``, on the host, for reading. Not collective."""
+        """Return the optimizer state ``slot``, such as "exp_avg", of the elements of ``piece``; on the host, to read.
+
+        Not collective.
+        """
         values: Array = kernels.to_host(self.state[slot][piece.state : piece.state + piece.size])
         return values
 
@@ -520,8 +526,9 @@ def _computes_by_kernels(optimizer: Any) -> bool:
 def state_sizes(
     optimizer: Any, size: int, elementwise: Iterable[UpdateRun], tensors: TensorUpdater | None
 ) -> dict[str, int]:
-    """Return the number of elements that a rank keeps of each slot of the optimizer state. Not collective.
+    """Return the number of elements that a rank keeps of each slot (kind of optimizer state, such as "exp_avg").
 
+    Not collective.
     A whole tensor (of a matrix optimizer) has slots of its own; of the elementwise slots it uses only the moving
     average.
 
@@ -568,7 +575,7 @@ class TensorTree:
 
     @cached_property
     def _tiles(self) -> dict[str, tuple[PartRows, ...]]:
-        """The tiles (parts on virtual ranks) of each optimized parameter, by the parameter's name."""
+        """The tiles that this rank holds of each optimized parameter, by the parameter's name."""
         return {e.spec.name: tile_rows(e.spec) for e in self._layout.parameters if e.spec.optimized}
 
     @cached_property
@@ -596,7 +603,13 @@ class TensorTree:
 
     @cached_property
     def _local_sums(self) -> tuple[Array, list[tuple[int, int, StridedTile]]]:
-        """The plan of this rank's sums over tensors: contiguous ranges are read where they lie, strided ones copied."""
+        """The sums that this rank computes: of contiguous elements, which are read where they lie, and of strided ones.
+
+        The first value has a column for each sum of contiguous elements: the index of their piece in ``pieces``, that
+        of the sum among this rank's sums, and where the elements begin and end in the piece. The second has a
+        :class:`StridedTile`, which copies its elements, for each piece and tile with strided elements, after the
+        piece's index and the index of its first sum.
+        """
         cuts: list[tuple[int, int, int, int]] = []
         strided: list[tuple[int, int, StridedTile]] = []
         offset = 0
@@ -691,9 +704,10 @@ class StridedTile:
         self._blocks = cache(self._cut)
 
     def sums(self, arrays: Sequence[Array]) -> list[float]:
-        """Return the sum of squares of each subtree's elements in one array, or their dot product in two.
+        """Return, for each subtree in ``nodes`` (consecutive elements of the tile), the sum of squares of its elements.
 
-        Not collective. The arrays hold the elements of the local array that the rank holds, on the host or on a GPU.
+        With two arrays the results are dot products of their elements in the subtree. Not collective. The arrays begin
+        with element ``origin`` of the local array, and are on the host or on a GPU.
         """
         step = HOST_BLOCK if isinstance(arrays[0], np.ndarray) else DEVICE_BLOCK
         blocks, ends = self._blocks(step)
@@ -709,9 +723,10 @@ class StridedTile:
         return [evaluate(leaves_program(stop - start), sums[start:stop]) for start, stop in pairwise(ends)]
 
     def _cut(self, step: int) -> tuple[list[_Block], list[int]]:
-        """Cut the subtrees into ranges of at most ``step`` elements, a power of two, so that each is a subtree, too.
+        """Cut the subtrees (``nodes``) into ranges of at most ``step`` elements, a power of two.
 
-        Return the blocks, and a list of 0 and the cumulative number of ranges after each subtree.
+        The elements of each range are those of a smaller subtree. Return the blocks (ranges that are copied together),
+        and a list that begins with 0 and has the cumulative number of ranges after each subtree.
         """
         leaves = [node.leaves(self.rows.size) for node in self.nodes]
         cuts = [[range(i, min(i + step, r.stop)) for i in range(r.start, r.stop, step)] for r in leaves]
@@ -771,7 +786,7 @@ class GlobalSums:
 
 
 def tiles_of(spec: ParameterSpec) -> int:
-    """Return how many tiles (parts of virtual ranks) of a parameter a rank holds; 1 for an uncut parameter."""
+    """Return how many tiles of a parameter a rank holds; 1 for an uncut parameter."""
     return len(spec.part.tiles) or 1 if spec.part is not None else 1
 
 

@@ -72,7 +72,10 @@ class VectorUpdater(Updater):
         self._made()
 
     def _with_terms(self, loss: float) -> float:
-        """Add the regularization to the gradient or Hessian product in slot ``TRIAL``, and to the loss. Collective."""
+        """Add the regularization to the gradient or Hessian product in the vector ``TRIAL``, and to the loss.
+
+        Collective.
+        """
         if self._regularized is None:
             return loss
         progress = self.method.progress
@@ -119,7 +122,7 @@ _BLOCK = 1 << 15
 
 
 class _Limited(NamedTuple):
-    """Hold the bounds of a piece: each a number, an array as long as the piece, or None for no bound."""
+    """Hold the bounds of a piece (range of a parameter): each a number, an array of its length, or None (no bound)."""
 
     piece: UpdatePiece
     lower: Any

@@ -70,7 +70,10 @@ class TensorUpdater:
         self.owned_state = {slot: self._owned_state(slot) for slot in optimizer.tensor_slots}
 
     def _owned_state(self, slot: str) -> list[StatePiece]:
-        """Return the arrays of this rank's state in ``slot``: one for each owned tensor with such an array."""
+        """Return the state arrays ``slot`` (such as "exp_avg") that this rank keeps, one for each tensor that it owns.
+
+        Tensors without such an array are left out.
+        """
         pieces, offset = list[StatePiece](), 0
         for number in self.owned:
             spec = state_specs(self.optimizer, self.plan.tensors[number].spec).get(slot)
@@ -80,7 +83,7 @@ class TensorUpdater:
         return pieces
 
     def size(self, slot: str) -> int:
-        """Return the number of elements of this rank's state in ``slot``. Not collective."""
+        """Return the number of elements of this rank's state arrays ``slot``, such as "exp_avg". Not collective."""
         return sum(piece.size for piece in self.owned_state[slot])
 
     def update(self, reduced: Array, hypers: Mapping[int, Array], state: Mapping[str, Array]) -> None:
@@ -202,7 +205,7 @@ class TensorPlan:
 
     @cached_property
     def gathers(self) -> list[list[Move]]:
-        """For each data rank, the moves it takes part in to gather each tensor's gradient on the tensor's owner."""
+        """For each data rank, the moves (messages or copies) that it makes to gather gradients on tensors' owners."""
         return self._by_rank(
             Move(number, span, self._source(self.owners[number], shard), self.owners[number])
             for number, shard, span in self._parts
@@ -210,7 +213,7 @@ class TensorPlan:
 
     @cached_property
     def returns(self) -> list[list[Move]]:
-        """For each data rank, the moves it takes part in to send updated tensors from their owners to all holders."""
+        """For each data rank, the moves (messages or copies) that it makes to send updated tensors to all holders."""
         return self._by_rank(
             Move(number, span, self.owners[number], target)
             for number, shard, span in self._parts
@@ -306,9 +309,10 @@ class TensorExchange:
         self._pieces = {piece.span: piece for piece in pieces if piece.entry.spec.name in plan.names}
 
     def begin_gather(self, values: Array, offset_of: OffsetOf, tag: int) -> tuple[dict[int, Array], list[Request]]:
-        """Begin to gather tensors of which every rank holds pieces in ``values``; ``offset_of`` returns their offsets.
+        """Begin to gather tensors of which every rank holds pieces (ranges of elements) in ``values``.
 
-        Return new flat arrays for the tensors that this rank owns, by number, complete when the requests have ended.
+        ``offset_of`` takes a piece and returns its offset in ``values``. Return new flat arrays for the tensors that
+        this rank owns, by number, and the requests: the arrays are complete when the requests have ended.
         """
         tensors = {number: np.empty(self.plan.tensors[number].spec.size, values.dtype) for number in self.owned}
         moves = self.plan.gathers[self.data.rank]
@@ -323,7 +327,10 @@ class TensorExchange:
         return {number: values[span.start : span.stop].copy() for number, span in spans.items()}, []
 
     def send_back(self, tensors: Mapping[int, Array], values: Array, offset_of: OffsetOf, tag: int) -> None:
-        """Write the elements of owned tensors to the pieces in ``values`` of all ranks that hold them."""
+        """Send the elements of ``tensors``, which this rank owns, to all ranks that hold pieces of them.
+
+        Each rank writes what it receives to ``values``; ``offset_of`` takes a piece and returns its offset in them.
+        """
         moves = self.plan.returns[self.data.rank]
         for request in self._exchange(moves, tag, self._inside(tensors), self._in_pieces(values, offset_of)):
             request.wait()
@@ -335,8 +342,10 @@ class TensorExchange:
         return lambda move: _range(values, offset_of(self._pieces[move.span]), move)
 
     def _exchange(self, moves: Sequence[Move], tag: int, source: _View, target: _View) -> list[Request]:
-        """Begin the messages of ``moves`` from views ``source`` to views ``target``; copy what stays on this rank.
+        """Begin the messages of ``moves``, and copy at once what stays on this rank.
 
+        A move says which elements of a tensor one rank needs from another. ``source`` takes a move and returns a view
+        of the elements to send, ``target`` a view to receive them.
         Messages between two ranks arrive in the order of the moves, which both ranks know.
         """
         requests = []
