@@ -297,8 +297,8 @@ def _divide(
 ) -> tuple[Communicator, Communicator]:
     """Return the communicators ``shard_group`` and ``replicas`` of this rank. Collective over ``inter_node``.
 
-    ``sharing`` holds, for each group of nodes, the ranks of ``inter_node`` that are on these nodes; ``alone`` is a
-    communicator of this rank alone.
+    ``sharing`` holds, for each group of nodes over which parameters are sharded, the ranks of ``inter_node`` that are
+    on these nodes; ``alone`` is a communicator of this rank alone.
     """
     if len(sharing) == 1:
         return inter_node, alone

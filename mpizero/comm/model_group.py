@@ -583,6 +583,8 @@ class WindowGroup:
     ) -> tuple[Array, ...] | None:
         """Return views with these shapes in the current half of the window; None if there is too little shared memory.
 
+        Successive calls use the two halves in turn, see [Note: two halves].
+
         ``call`` identifies the call: the operation, the dtype character and the sizes.
         """
         halves = self._views.get(call)
@@ -665,7 +667,7 @@ def _signature(call: tuple[object, ...]) -> int:
 
 
 class BlockLocks:
-    """Lock numbered blocks, each for one rank of a node at a time; the constructor is collective over ``node``.
+    """Lock numbered blocks of shared memory, each for one rank of a node at a time; collective over ``node``.
 
     [Note: locks] A lock is one byte of a file, which every rank has opened for itself (an open file description lock of
     Linux). So a thread that may not call MPI can lock, and ranks that are threads exclude each other too. The kernel

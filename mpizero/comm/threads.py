@@ -161,7 +161,7 @@ class InMemoryCommunicator(Communicator):
             self.close()
 
     def _check_ranks(self, arrival: Arrival | None = None) -> None:
-        """Raise PeerFailure if the job has failed, or a rank that ``arrival`` waits for has ended."""
+        """Raise PeerFailure if the job has failed, or a rank has ended whose data is missing in ``arrival``."""
         job, members = self._group.job, self._group.members
         if job.failure is not None:
             rank, cause = job.failure
@@ -350,10 +350,10 @@ class _Group:
 
 
 class _ThreadRequest(Request):
-    """Represent a non-blocking operation, which is complete when ``arrival`` is complete.
+    """Represent a non-blocking operation, which is complete when ``arrival`` (data that other ranks post) is complete.
 
-    The first :meth:`wait` or :meth:`test` after that calls ``finish``. The operation is complete from the start, and
-    ``finish`` is not called, if ``arrival`` is None.
+    The first :meth:`wait` or :meth:`test` after that calls ``finish``, which writes the result. The operation is
+    complete from the start, and ``finish`` is not called, if ``arrival`` is None.
     """
 
     __slots__ = ("_arrival", "_communicator", "_finish", "_operation", "_sequence", "_tag")
@@ -471,7 +471,7 @@ class ThreadJob:
         arrival.waiters.clear()
 
     def fail(self, member: int, error: BaseException) -> None:
-        """Store that a member has failed, unless one has failed before, and wake all threads."""
+        """Store that a member has failed with ``error``, unless a member has failed before, and wake all threads."""
         with self.lock:
             if self.failure is None:
                 self.failure = (member, error)
@@ -576,7 +576,7 @@ class Mailbox:
         self._awaited: deque[Receipt] = deque()
 
     def put(self, message: Array) -> Receipt | None:
-        """Add a message; return the receipt of the receive that waits for it, or None. The caller holds the lock."""
+        """Add a message; return the :class:`Receipt` that waits for it, or None. The caller holds the job's lock."""
         if not self._awaited:
             self._messages.append(message)
             return None
@@ -585,7 +585,7 @@ class Mailbox:
         return receipt
 
     def receive(self) -> Receipt:
-        """Return the receipt of the next receive. The caller holds the lock."""
+        """Return a :class:`Receipt` of the next message, which may not have come. The caller holds the job's lock."""
         receipt = Receipt(self.sender, self._messages.popleft() if self._messages else None)
         if not receipt.complete:
             self._awaited.append(receipt)

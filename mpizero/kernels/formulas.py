@@ -402,7 +402,7 @@ def scale_of(largest: Scalar) -> Scalar:
 
 
 def inverse_of(scale: Scalar) -> Scalar:
-    """Return 1 / scale, the factor that turns values into codes; return 0 if the scale is 0 or NaN."""
+    """Return 1 / scale, the factor that turns values into integers of 8 bits; return 0 if the scale is 0 or NaN."""
     return _ONE / scale if scale > _ZERO else _ZERO
 
 

@@ -70,9 +70,10 @@ def tile_boxes(extents: tuple[int, ...]) -> tuple[Box, ...]:
 
 
 def tree_sum(values: Array, merge: Callable[[Array, Array], Array]) -> Array:
-    """Return the sum of the values on the first axis, a power of two, in the order of the binary tree.
+    """Return the sum of the values on the first axis, whose length is a power of two, in the order of the binary tree.
 
-    ``merge`` returns the sums of the pairs of values on the first axes of two arrays: ``numpy.add``, for example.
+    The tree is that of :mod:`.sum_tree`. ``merge`` takes the values with even and those with odd indices, and returns
+    the sum of each pair; it is ``numpy.add``, for example.
     """
     while len(values) > 1:
         values = merge(values[0::2], values[1::2])
@@ -120,8 +121,10 @@ def inside(position: int, extent: int, mode: str) -> int | None:
 def axis_pieces(starts: tuple[int, ...], low: int, high: int, mode: str) -> tuple[AxisPiece, ...]:
     """Return which part of an axis has which of the positions ``low:high``; the parts begin at ``starts``.
 
-    The last number of ``starts`` is the extent of the axis. Positions outside of the axis have the values that ``mode``
-    says (:func:`inside`); positions whose value is zero are in no piece.
+        Each piece is a range of these positions that one part has.
+    
+    The last number of ``starts`` is the extent of the axis. Positions outside of the axis have the values that
+    ``mode`` says (:func:`inside`); positions whose value is zero are in no piece.
     """
     found: list[AxisPiece] = []
     part, end = 0, len(starts) - 1

@@ -144,10 +144,11 @@ def _adds_last(program: Array) -> bool:
 
 
 def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
-    """Execute a program on ``count`` columns, but leave out its last addition, or its only instruction, a push.
+    """Add rows by a program, in ``count`` columns, but leave out the last addition.
 
-    Programs are described in the docstring of the module. ``scratch`` holds the stack. A push and the addition that
-    directly follows it are done in one loop.
+    A program says which rows to add in which order, see the docstring of the module; if it has only one row, nothing is
+    done. ``scratch`` holds the stack of partial sums. The push of a row and the addition that directly follows are done
+    in one loop.
     """
     last, step, top = program.size - 1, 0, -1
     if program[last] == ROUND:
@@ -176,16 +177,19 @@ def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
 
 
 def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the left operand of the sum's last addition; if there is none, of the whole sum."""
+    """Return ``count`` elements of the left operand of a program's last addition, which :func:`_fold` leaves out.
+
+    If the program ends without an addition, the elements are those of the whole sum.
+    """
     if program.size <= 2:
         return _row(rows_a, first_a, rows_b, first_b, program[0], count)
     return _level(scratch, 0, count)
 
 
 def _right(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the right operand of the sum's last addition.
+    """Return ``count`` elements of the right operand of a program's last addition, which :func:`_fold` leaves out.
 
-    If there is none (:func:`_adds_last`), return some array, which must not be read.
+    If the program ends without an addition (:func:`_adds_last`), return some array, which must not be read.
     """
     code = program[program.size - 1]
     if code <= -2 and code != ROUND:
@@ -228,7 +232,7 @@ def tree_sum(
 
 
 def _gradient(total: Any, i: int) -> Any:
-    """Return element i of the averaged gradient: do the program's last addition, then divide.
+    """Return element i of the averaged gradient: do the last addition of the sum of gradients, then divide.
 
     ``total`` is (first operand, second operand, whether there is an addition, divisor).
     """

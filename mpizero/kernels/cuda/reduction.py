@@ -38,9 +38,10 @@ _is_finite = formulas.is_finite
 
 
 def _range_of(firsts: Array, node: int) -> int:
-    """Return the index k of the range that a node belongs to: ``firsts[k] <= node < firsts[k + 1]``.
+    """Return the index k of the range that a node (a sum of some of its elements) belongs to.
 
-    ``firsts`` holds the index of the first node of each range, and at the end the count of all nodes.
+    The node's index is at least ``firsts[k]`` and below ``firsts[k + 1]``: ``firsts`` holds the index of the first node
+    of each range, and at the end the count of all nodes.
     """
     low, high = 0, firsts.size - 1
     while high - low > 1:
@@ -68,7 +69,7 @@ def _push(stack: Array, count: int, value: float) -> None:
 def _collect(stack: Array, count: int) -> float:
     """Return the sum of all nodes in a binary counter of ``count`` > 0 elements, added from the smallest node on.
 
-    ``stack[k]`` is a node if bit k of ``count`` is set.
+    ``stack[k]`` is a node, the sum of 2**k elements, if bit k of ``count`` is set.
     """
     level = 0
     while not count & 1:

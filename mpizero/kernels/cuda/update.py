@@ -93,9 +93,10 @@ def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
 
 
 def _fold(rows_a: Array, a: int, rows_b: Array, b: int, program: Array, stack: Array) -> Any:
-    """Execute a program on column a of ``rows_a``, continued by column b of ``rows_b``; return the sum.
+    """Add rows by a program, in column a of ``rows_a`` and column b of ``rows_b``; return the sum.
 
-    Programs are described in the docstring of ``kernels/cpu/update.py``.
+    A program says which rows to add in which order, see the docstring of ``kernels/cpu/update.py``. The rows of
+    ``rows_b`` are numbered after those of ``rows_a``.
     """
     top = -1
     for step in range(program.size):
@@ -325,9 +326,9 @@ def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> No
 def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, indices: Array, largest: Array) -> None:
     """Move the values of largest magnitude from ``residual`` to ``largest``, and their indices to ``indices``.
 
-    The values in tile t with a magnitude above ``threshold``, and the first ``allowed[t]`` with a magnitude equal to
-    ``threshold``, are moved to the elements of the outputs from index ``starts[t]`` on. Moved values become 0 in
-    ``residual``. ``threshold`` is the bits of a magnitude.
+    The values in tile t (``TILE`` consecutive values) with a magnitude above ``threshold``, and the first
+    ``allowed[t]`` with a magnitude equal to ``threshold``, are moved to the elements of the outputs from index
+    ``starts[t]`` on. Moved values become 0 in ``residual``. ``threshold`` is the bits of a magnitude.
     """
     for tile in range(cuda.grid(1), starts.size, cuda.gridsize(1)):
         position, left = starts[tile], allowed[tile]
