@@ -271,7 +271,7 @@ def group_buffers(grid: ProcessGrid) -> dict[str, int]:
 
 
 def _tell_better_orders(axes: Axes, hosts: Sequence[int]) -> None:
-    """Print a notice for each kind of group that is on several nodes, if another order of the axes avoids that.
+    """Print a notice if tensor or context groups are on several nodes and another order of the axes avoids that.
 
     ``hosts`` holds, for every rank, the lowest rank on its node.
     """

@@ -607,7 +607,7 @@ class WindowGroup:
         return halves[self._half]
 
     def _compare(self, call: tuple[object, ...], tag: str) -> None:
-        """Wait at the barrier until every rank has written, and switch to the other half of the window.
+        """Wait at the barrier until every rank has written, and use the other half of the window for the next call.
 
         Raises on every rank if the ranks have made different calls; ``call`` is as for :meth:`_open`.
         """

@@ -83,7 +83,7 @@ class TreeForm:
 
     @classmethod
     def of(cls, value: Any, what: str) -> Self:
-        """Return the form of the tree ``value``; ``what`` names the tree in error messages. Not collective.
+        """Return the description of the tree ``value``; ``what`` names the tree in error messages. Not collective.
 
         Raises
         ------
@@ -257,7 +257,10 @@ class PipelineP2P:
             self._start(contiguous(array), peer, route.tag)
 
     def _announce(self, route: Route, peer: int, form: TreeForm | None) -> None:
-        """Send a header that describes the next output on a route; ``form`` is None if the chunk failed."""
+        """Send a header (short message) that describes the next output on a route, or says that the chunk failed.
+
+        ``form`` is the output's structure, shapes and dtypes; it is None if the chunk failed.
+        """
         header = np.zeros(_HEADER, np.int64)
         if form is not None and form.structure == "*":
             ((dims, dtype),) = form.shapes

@@ -217,7 +217,7 @@ class ExactExchange:
         return [(None, owned)] if self.codec is None else [*in_forms(self.codec, owned, exact)]
 
     def programs(self, programs: Sequence[Program], form: Codec | None) -> list[Array]:
-        """Return tree programs as arrays, for elements with the codec ``form`` (None: elements without compression).
+        """Return tree programs as arrays, for elements that the codec ``form`` compresses (None: uncompressed ones).
 
         Not collective. A tree program says which rows to add in which order. If ``rounded`` is set, the arrays for
         elements with a codec round the sums.
@@ -373,7 +373,7 @@ class Segment:
 
 
 class Arriving:
-    """Represent a segment whose messages are in flight; see :meth:`ExactExchange.begin_segment`."""
+    """Represent a segment (part of an exchange) whose messages are in flight, see :class:`ExactExchange`."""
 
     def __init__(
         self,
@@ -417,8 +417,9 @@ def keep_testing(test: Callable[[], bool]) -> bool:
 class SegmentQueue:
     """Exchange segments (parts of exchanges) in the order in which they are added, up to :data:`IN_FLIGHT` at a time.
 
-    A segment begins when there is room for it, so all ranks begin the same segments in the same order, but not at the
-    same time. No other collective may use the communicator of ``exchange`` until the queue is empty.
+    A segment begins when fewer than :data:`IN_FLIGHT` are in flight, so all ranks begin the same segments in the same
+    order, but not at the same time. No other collective may use the communicator of ``exchange`` until the queue is
+    empty.
 
     [Note: what has begun] A rank can wait in :meth:`begin` or :meth:`finish` without a deadlock, although a segment
     arrives only when the peers have begun it, too, and a peer that waits in another call begins no segment. The reason:
@@ -457,7 +458,7 @@ class SegmentQueue:
             self._fill()
 
     def poll(self) -> None:
-        """Let messages progress while MPI has data to move, and begin the segments for which there is room then.
+        """Let messages progress while MPI has data to move, and begin as many waiting segments as have ended.
 
         Not collective.
         """
@@ -523,9 +524,9 @@ def in_forms(
 
 
 def cut_positions(positions: Sequence[SpanPosition], low: int, high: int) -> list[SpanPosition]:
-    """Return the elements ``low:high`` of the concatenation of all spans in ``positions``, as such pairs.
+    """Return the elements ``low:high`` of the concatenation of all spans in ``positions``, as positions and spans.
 
-    ``positions`` holds pairs of a span and its position, in the order of :data:`SpanPosition`.
+    ``positions`` and the result hold pairs (position, span), as :func:`span_positions` returns them.
 
     Not collective.
     """
@@ -885,7 +886,7 @@ class EightBits(Codec):
     def packed(self, count: int) -> int:
         """Return the bytes of a message of ``count`` values: a multiple of 4.
 
-        Each block of 256 values takes 4 bytes (its scale), and each value one byte.
+        Each block of 256 values takes 4 bytes (its scale), and each value one byte; the sum is rounded up.
         """
         blocks: int = -(-count // kernels.cpu.update.COMPRESSION_BLOCK)
         return 4 * (blocks + -(-count // 4))

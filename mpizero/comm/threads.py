@@ -464,7 +464,7 @@ class ThreadJob:
                 raise
 
     def finish(self, arrival: Arrival) -> None:
-        """Complete ``arrival``, and wake the threads that wait for it. The caller holds the lock."""
+        """Mark ``arrival`` (data) as complete, and wake the threads that wait for it. The caller holds the lock."""
         arrival.complete = True
         for waiter in arrival.waiters:
             self._wake(waiter)

@@ -296,7 +296,7 @@ def _is_library(file: str) -> bool:
 
 
 def _after(entry: _Entry, sequence: int) -> int:
-    """Return the hash of all collectives up to ``sequence``, from ``entry``, the last one of them that was recorded.
+    """Return the hash of all collectives up to number ``sequence``; ``entry`` is the last of them that was recorded.
 
     Collectives after ``entry`` were only counted ([Note: counted calls]); their number is a part of the hash.
     """
@@ -387,7 +387,7 @@ class CommunicatorRegistry:
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
     def add(self, trace: CallTrace, members: Sequence[int], rank: int = 0) -> CommunicatorEntry:
-        """Add the communicator of ``trace``, which joins the world ranks ``members``; return its entry. Not collective.
+        """Add the communicator of ``trace``, which has the world ranks ``members``; return its entry. Not collective.
 
         ``rank`` is the number of this rank in the communicator.
 
@@ -450,20 +450,22 @@ class CommunicatorRegistry:
     def counts(self) -> dict[str, int]:
         """Return the number of collectives begun on each communicator, by the communicator's key.
 
-        The open communicators come first, the newest before the older ones; the closed ones come last.
+        A key is a string that identifies a communicator on all of its ranks. The open communicators come first, the
+        newest before the older ones; the closed ones come last.
         """
         return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
 
     def progress(self) -> dict[str, tuple[int, int]]:
         """Return the number of collectives begun on each communicator, and their hash, by the communicator's key.
 
-        The order is the same as in :meth:`counts`.
+        A key is a string that identifies a communicator on all of its ranks. The order is the same as in
+        :meth:`counts`.
         """
         entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
         return {entry.key: entry.trace.last() for entry in entries}
 
     def find(self, key: str) -> CommunicatorEntry | None:
-        """Return the entry of the open or closed communicator with this key; None if there is none."""
+        """Return the entry of the open or closed communicator that ``key`` identifies; None if there is none."""
         return next((entry for entry in (*self.live, *self.closed.values()) if entry.key == key), None)
 
     def inside(self, trace: CallTrace) -> list[CommunicatorEntry]:

@@ -61,7 +61,9 @@ Listener = Callable[[float], float | None]
 
 
 class Supervisor:
-    """Call listeners periodically with ``time.monotonic()``, in a daemon thread that ends with the last listener.
+    """Call functions (listeners) periodically, in a daemon thread that ends when the last listener is removed.
+
+    Each listener is called with the present ``time.monotonic()``.
 
     A listener can return the number of seconds until its next call. So a process can have a watchdog for each of
     hundreds of ranks that are its threads, at little cost.
@@ -81,7 +83,7 @@ class Supervisor:
 
     @property
     def tick(self) -> float:
-        """Seconds between two calls of a listener that returns no longer pause: the least ``tick`` of all listeners."""
+        """Seconds from one round of calls of the listeners to the next: the least ``tick`` with which one was added."""
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
@@ -205,9 +207,10 @@ def library_call(frame: FrameType, world: Any) -> str:
 def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
     """Return the communicator calls in progress, each as [key, communicator, sequence, operation, tag, seconds].
 
-    ``key`` identifies the communicator, ``communicator`` is its name, ``sequence`` the number of the collective in it,
-    and ``seconds`` how long the call has lasted. ``since(t)`` returns the seconds since the ``time.monotonic()`` t. A
-    long tag, such as a path, is cut at its start, because its end names the file.
+    ``register`` lists the communicators of this process. ``key`` identifies the communicator, ``communicator`` is its
+    name, ``sequence`` the number of the collective in it, and ``seconds`` how long the call has lasted. ``since(t)``
+    returns the seconds since the ``time.monotonic()`` t. A long tag, such as a path, is cut at its start, because its
+    end names the file.
     """
     return [
         [e.key, e.trace.name, e.trace.sequence, e.trace.operation, _end_of(e.trace.tag), since(entered)]
@@ -392,9 +395,11 @@ class MismatchWatch:
     def _differing(self, limit: int | None) -> str:
         """Return the key of a communicator on which another rank of the node has made different calls; "" if none.
 
+        The key is a string that identifies the communicator on all of its ranks.
+
         With ``limit`` at most that many other ranks are compared in one call. Successive calls continue with the next
-        ranks, the first call with those after this rank, so that in every tick the ranks of a node together compare all
-        ranks.
+        ranks, the first call with those after this rank, so that the ranks of a node together compare all ranks in each
+        round of calls of the heartbeat's thread.
         """
         others = [rank for rank in self._statuses.ranks if rank != self._statuses.rank]
         if limit is not None and len(others) > limit:
@@ -443,8 +448,8 @@ class LinkWatch:
 
     A host is silent if no byte moves of the messages of this rank's node, and none of the host's status servers
     answers, for ten seconds. So neither a slow link nor a host whose ranks compute is silent. Nothing is written about
-    a host that has never answered, such as one behind a firewall. Only the lowest rank of a status group watches. The
-    queries take up to a second, so :meth:`look` is called in a thread of its own.
+    a host that has never answered, such as one behind a firewall. Of the ranks that have made a communicator together,
+    only the lowest one watches. The queries take up to a second, so :meth:`look` is called in a thread of its own.
 
     Parameters
     ----------
@@ -462,7 +467,11 @@ class LinkWatch:
         self._asked: set[RemoteStatus] = set()
 
     def look(self, now: float) -> None:
-        """Ask the other hosts if there is reason to; write which have become silent, and which have answered again."""
+        """Ask other hosts that may be silent; write which have become silent, and which have answered again.
+
+        Hosts are asked at the first call, when no bytes of messages have moved for some seconds, and while one is
+        silent.
+        """
         record, statuses = self._heartbeat.last_record, self._heartbeat.statuses
         call = max(record["calls"], key=lambda entry: float(entry[5]), default=None)
         transfers = [(t, s["age"]) for s in with_age(statuses.read()).values() for t in s.get("transfers", ())]
@@ -637,7 +646,10 @@ class EarlyExit:
         return self._standstill(records)
 
     def wait(self) -> None:
-        """Wait until no other rank on the startup table of this node is working or starting. Not collective."""
+        """Wait until no other rank of this node is working or starting, as the startup table says. Not collective.
+
+        The startup table is a file for ranks of the node that have made no communicator of all ranks yet.
+        """
         begun = time.monotonic()
         while self.statuses.others_work(waited := time.monotonic() - begun):
             self.look(waited)

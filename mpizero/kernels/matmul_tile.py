@@ -35,6 +35,7 @@ _REGISTERS = {"avx512": (64, 12, 4, 1), "avx2": (32, 6, 4, 4), "neon": (16, 12, 
 def registers() -> tuple[int, int, int, int]:
     """Return for this CPU, from ``_REGISTERS``: bytes of a vector register, rows of high and low tiles, loop positions.
 
+    A tile is the part of a product that one loop computes; there are tiles with many and with few rows (high and low).
     The last number says how many positions of the inner axis one step of a tile's loop takes. On a CPU without fused
     multiply-adds all four numbers are 0.
     """
@@ -105,7 +106,7 @@ class SumsTile(Intrinsic):
     def _loop(self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...]) -> list[list[Any]]:
         """Write LLVM code for the loops over the inner axis; return the sums by row and vector register.
 
-        Steps of ``UNROLL`` positions prefetch one line each.
+        Each step of ``UNROLL`` positions prefetches one cache line.
         """
         sums = [[write.zeros] * _ACROSS for _ in range(self.rows)]
         position = write.number(0)
@@ -164,7 +165,7 @@ class RunsTile(Intrinsic):
         self.rows, self.along, self.across = rows, along, across
 
     def __call__(self, *args: Any) -> None:
-        """Raise NotImplementedError: without compiled code, NumPy convolves."""
+        """Raise NotImplementedError, because without compiled code NumPy computes the convolutions."""
         raise NotImplementedError
 
     def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:

@@ -85,7 +85,10 @@ class Recording:
 
 
 def rebased_run(derived: Run, old: Run, new: Run) -> Run:
-    """Return the Run that a layer derives from the Run ``new``, given ``derived``, which it derived from ``old``."""
+    """Return the Run that a layer derives from the Run ``new``, given ``derived``, which it derived from ``old``.
+
+    A Run holds the step, the seed and the samples of a pass.
+    """
     first = new.first_sample + derived.first_sample - old.first_sample
     return replace(derived, seed=new.seed, step=new.step, epoch=new.epoch, first_sample=first)
 

@@ -263,9 +263,10 @@ def products(
 
     A matrix begins at index ``*_at`` of its array; its rows are ``*_step`` elements apart. The sum of an element of the
     product begins with the element of the matrix ``start`` at the same place; or, if ``s_step`` is 0, the sums of every
-    tile begin with the same row of elements, from ``s_at`` on. ``none`` is the array [0], which tells
-    :class:`.RunsTile` that each operand lies in memory without gaps. A tile (the rows and columns that one call of it
-    computes) may overlap the one before; then some rows are computed twice, with the same bits.
+    tile begin with the same row of elements, from ``s_at`` on. ``none`` is the array [0]: :class:`.RunsTile` can read
+    operands in several runs, each at a distance from the index ``*_at``; here each operand is one run, at the distance
+    0. A tile (the rows and columns that one call of it computes) may overlap the one before; then some rows are
+    computed twice, with the same bits.
     """
     wide, left = tile_columns(out.itemsize), 0
     while left < columns:
@@ -327,7 +328,7 @@ def _of_tile(x: Array, bases: Bases, box: list[list[int]]) -> tuple[Array, list[
 
 
 def _transformed(x: Array, bases: Any) -> Array:
-    """Return the product of a field with the bases of its three axes, the last axis first, by NumPy."""
+    """Return the product of a field with the bases (cosines and sines) of its axes, the last axis first, by NumPy."""
     for axis in (3, 2, 1):
         x = np.moveaxis(np.tensordot(bases[axis - 1], x, (1, axis)), 0, axis)
     return x

@@ -103,10 +103,10 @@ class AxisPiece(NamedTuple):
 
 
 def inside(position: int, extent: int, mode: str) -> int | None:
-    """Return which position of an axis holds the value for ``position``, which may be outside; None if it is zero.
+    """Return which position of an axis has the value for ``position``, which may be outside; None if the value is 0.
 
-    ``mode`` says which values surround the axis: with "periodic" its own ones, repeated; with "reflect" its own ones,
-    in reverse order; with anything else zeros.
+    ``mode`` says which values surround the axis: with "periodic" the values of the axis, repeated; with "reflect" the
+    values of the axis in reverse order; with anything else zeros.
     """
     if 0 <= position < extent:
         return position
@@ -121,10 +121,9 @@ def inside(position: int, extent: int, mode: str) -> int | None:
 def axis_pieces(starts: tuple[int, ...], low: int, high: int, mode: str) -> tuple[AxisPiece, ...]:
     """Return which part of an axis has which of the positions ``low:high``; the parts begin at ``starts``.
 
-        Each piece is a range of these positions that one part has.
-    
-    The last number of ``starts`` is the extent of the axis. Positions outside of the axis have the values that
-    ``mode`` says (:func:`inside`); positions whose value is zero are in no piece.
+    Each piece is a range of these positions that one part has. The last number of ``starts`` is the extent of the axis.
+    Positions outside of the axis have the values that ``mode`` says (:func:`inside`); positions whose value is zero are
+    in no piece.
     """
     found: list[AxisPiece] = []
     part, end = 0, len(starts) - 1

@@ -342,7 +342,7 @@ class NodeOrder:
 
     @property
     def shard_group_ranks(self) -> tuple[int, ...]:
-        """The data ranks of the inter-node group that are on the nodes of this rank's group of nodes, in order.
+        """The data ranks of the inter-node group that are on this rank's group of nodes, in the order of the nodes.
 
         A group of nodes is one of :attr:`shard_groups`.
         """
@@ -351,7 +351,10 @@ class NodeOrder:
 
     @property
     def held_ranks(self) -> tuple[int, ...]:
-        """The data ranks whose shards of parameters this node keeps: :meth:`replicas_of` each of the node's ranks."""
+        """The data ranks whose shards of parameters this node keeps.
+
+        They are, for each rank of the node, the rank itself and those with the same shard (:meth:`replicas_of`).
+        """
         return tuple(other for rank in self.node_ranks for other in self.replicas_of(rank))
 
     @property

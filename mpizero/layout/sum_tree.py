@@ -79,7 +79,10 @@ class Leaves:
 
     @cached_property
     def wide(self) -> int:
-        """The number of leaves of a grain's subtree."""
+        """The number of leaves of a grain's subtree (the part of the tree that adds the grain's parts).
+
+        Missing leaves count, too.
+        """
         return 1 << (self.parts - 1).bit_length()
 
     def number(self, part: int) -> int:

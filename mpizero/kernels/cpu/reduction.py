@@ -41,7 +41,7 @@ _is_finite = formulas.is_finite
 
 
 def _halve(source: Array, target: Array, count: int) -> int:
-    """Write the next higher level of the tree to ``target``, from the first ``count`` nodes in ``source``.
+    """Write a level of the tree to ``target``: the sums of neighbours among the first ``count`` numbers in ``source``.
 
     A last number without a neighbour is copied. Return how many numbers were written.
     """

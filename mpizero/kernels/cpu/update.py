@@ -139,12 +139,15 @@ def _round(x: Array) -> None:
 
 
 def _adds_last(program: Array) -> bool:
-    """Tell whether a program ends with an addition, which is then left to the loop that uses the sum."""
+    """Tell whether a program ends with an addition, which is then left to the loop that uses the sum.
+
+    A program says which rows to add in which order.
+    """
     return program.size > 1 and program[program.size - 1] != ROUND
 
 
 def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
-    """Add rows by a program, in ``count`` columns, but leave out the last addition.
+    """Add rows by a program, in ``count`` columns, but leave out an addition that is the program's last instruction.
 
     A program says which rows to add in which order, see the docstring of the module; if it has only one row, nothing is
     done. ``scratch`` holds the stack of partial sums. The push of a row and the addition that directly follows are done
