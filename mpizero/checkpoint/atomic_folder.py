@@ -71,7 +71,7 @@ _KINDS: dict[str, type[MpizeroError]] = {
 class PortableError(NamedTuple):
     """Describe an exception in a form that can be sent to other ranks.
 
-    ``kind`` is the key of :data:`_KINDS` for the error class, ``code`` the errno or 0.
+    ``kind`` is the name of the error's class in :data:`_KINDS`, ``code`` the errno or 0.
     """
 
     kind: str

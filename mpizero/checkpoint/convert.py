@@ -487,7 +487,7 @@ def averages_of(reader: Reader) -> dict[str, str]:
 
 
 def _tied(reader: Reader, items: Sequence[ExportedArray]) -> list[ExportedArray]:
-    """Return descriptions of the tied parameters among ``items`` under their other names."""
+    """Return a description for each further name of a tied parameter among ``items``, under that name."""
     by_name = {item.name: item for item in items}
     uses = reader.attributes.get("mpizero", {}).get("tied", {}).items()
     pairs = [(by_name.get(home), use) for use, home in uses]

@@ -175,7 +175,7 @@ class WriteRanges:
 
     @classmethod
     def of(cls, array: LocalArray) -> WriteRanges:
-        """Return the ranges of all pieces of ``array`` that have elements."""
+        """Return the ranges of elements of ``array`` that its pieces hold, without empty ones."""
         sizes = [(start, values.size, numbers_in(values.dtype)) for start, values in array.pieces if values.size]
         ranges = tuple((start * each, (start + size) * each) for start, size, each in sizes)
         return cls(array.path, array.shape, array.dtype.str, ranges)

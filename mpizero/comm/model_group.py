@@ -457,7 +457,7 @@ class MessageGroup:
 
 #: Bytes of a cache line, on which every array starts.
 LINE = 64
-#: Bytes of each half before an array needs more.
+#: Bytes of each half of the window until an array needs more.
 FIRST_HALF = 1 << 16
 #: With at least so many ranks and bytes, each rank sums one part and then copies the whole sum, which needs a second
 #: barrier. Below, every rank sums the whole array for itself.
@@ -628,7 +628,10 @@ class WindowGroup:
         self._node.node_barrier(self._memory, tag)
 
     def _grow(self, call: tuple[object, ...], nbytes: int, tag: str) -> bool:
-        """Allocate or replace the window so that each half has ``nbytes`` bytes; return False if memory is short."""
+        """Allocate or replace the window so that each half has room for ``nbytes`` bytes; False if memory is short.
+
+        Collective over the group. ``call`` is as for :meth:`_open`.
+        """
         try:
             if self._memory is None:
                 self._allocate(FIRST_HALF)

@@ -501,7 +501,7 @@ class Waiting:
                 pause = min(self._longest, _GROWTH * pause)
 
     def call(self, blocking: Callable[..., None], started: Callable[..., MPI.Request], *arguments: Any) -> None:
-        """Call ``blocking``, or its non-blocking form ``started`` if ranks wait asleep. Collective."""
+        """Call ``blocking``; if ranks wait asleep, call ``started``, the non-blocking form, and wait. Collective."""
         if self.asleep:
             self.end(started(*arguments))
         else:

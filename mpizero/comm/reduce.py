@@ -56,7 +56,7 @@ _MOVED, _TESTING = 15e-6, 2e-3
 
 #: ``scratch(name, size, dtype)`` returns a message buffer, which is valid until the next call with the same name.
 Scratch = Callable[[str, int, Any], Array]
-#: Adds the rows of a segment that has arrived.
+#: A function that adds the rows (partial sums) of a segment (part of an exchange) that has arrived.
 Take = Callable[[Iterator["RowRange"]], None]
 
 
@@ -199,7 +199,7 @@ class ExactExchange:
             yield from segment_rows.pieces()
 
     def segments(self, rows: RowsToSum) -> Iterator[Segment]:
-        """Yield the segments of the exchange of ``rows``, each small enough for the buffers. Not collective."""
+        """Yield the parts (segments) of the exchange of ``rows``, each small enough for the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)
         positions = [span_positions(spans) for spans in rows.ranges]
@@ -213,7 +213,7 @@ class ExactExchange:
     def forms(
         self, owned: Sequence[Sequence[SpanPosition]], exact: Sequence[Span]
     ) -> list[tuple[Codec | None, Sequence[Sequence[SpanPosition]]]]:
-        """Return the elements that each rank owns, grouped by the codec that compresses them: see :func:`in_forms`."""
+        """Return the elements that each rank owns, compressed and other ones apart, as :func:`in_forms` does."""
         return [(None, owned)] if self.codec is None else [*in_forms(self.codec, owned, exact)]
 
     def programs(self, programs: Sequence[Program], form: Codec | None) -> list[Array]:
@@ -439,7 +439,7 @@ class SegmentQueue:
         self._in_flight: deque[tuple[Arriving, Take]] = deque()
 
     def __bool__(self) -> bool:
-        """Tell whether segments wait or are in flight."""
+        """Tell whether segments (parts of exchanges) wait or are in flight."""
         return bool(self._waiting or self._in_flight)
 
     def add(self, segments: Iterable[Segment], take: Take) -> None:
@@ -452,7 +452,7 @@ class SegmentQueue:
         self._fill()
 
     def begin(self) -> None:
-        """Wait until all segments have begun, so that the rows of all segments have been read. Not collective."""
+        """Wait until the exchange of all segments has begun, so that all their rows have been read. Not collective."""
         while self._waiting:
             self._take()
             self._fill()
@@ -622,8 +622,8 @@ def begin_gather(
     comm, send, target, spans
         As for :func:`gather_spans`. Every rank has the same number of spans; some may be empty.
     halves : bool
-        Whether to send float32 values, which must be bfloat16 numbers, in 16 bits. Then this rank's spans of ``target``
-        must not be used before ``wait()`` has returned, either.
+        Whether to send float32 values in 16 bits; each must be a number that bfloat16 represents exactly. Then this
+        rank's spans of ``target`` must not be used before ``wait()`` has returned, either.
     """
     requests, narrowed = [], []
     for index, values in enumerate(send):
@@ -867,7 +867,10 @@ class HalfPrecision(Codec):
         return 2 * count
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Round each value to the nearest 16-bit number, ties to even; ``residual`` is not used."""
+        """Round each value to the nearest 16-bit number, ties to even, and write it to ``message``.
+
+        ``residual`` is not used.
+        """
         getattr(kernels.backend(values).layers, f"to_{self.name}")(values, message.view(np.uint16))
 
     def decode(self, message: Array, out: Array) -> None:
@@ -946,7 +949,7 @@ class TopK(Codec):
         return _PICKED * self.count_sent(count)
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Write the values of largest magnitude of ``values + residual`` to ``message``, the others to ``residual``."""
+        """Write the values of largest magnitude of ``values + residual`` to ``message``, all others to ``residual``."""
         indices, largest = self._parts(message)
         counters = np.empty(_COUNTERS, np.int64)
         kernels.backend(values).update.top_encode(values, residual, counters, indices, largest)

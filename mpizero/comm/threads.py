@@ -327,7 +327,7 @@ class InMemoryCommunicator(Communicator):
 
 
 def _fold(rows: Sequence[Array], op: str) -> Array:
-    """Combine ``rows``, the arrays of all ranks, by ``op`` in rank order, and return the result."""
+    """Combine ``rows``, one array from each rank, by ``op`` in rank order, and return the result."""
     flat = rows[0].copy()
     for row in rows[1:]:
         _ADD[op](flat, row, out=flat)
@@ -399,7 +399,7 @@ class _ThreadRequest(Request):
 
 
 def _nothing() -> None:
-    """Do nothing: replaces the ``finish`` of a request that has ended."""
+    """Do nothing; set in place of the function ``finish`` of a request that has ended."""
 
 
 class ThreadSharedMemory(SharedMemory):
@@ -420,7 +420,8 @@ class ThreadJob:
     """Hold the state that all threads of a job share: a lock, the first failure, and which threads wait or have ended.
 
     The job is the group that :meth:`.InMemoryCommunicator.group` made, with all groups split off from it. A *member* is
-    the number of a thread in the first group. ``lock`` is held during changes of the job and of all its groups.
+    the number of a thread in the first group, also in the smaller groups. ``lock`` is held during changes of the job
+    and of all its groups.
     """
 
     def __init__(self, size: int) -> None:
@@ -471,7 +472,7 @@ class ThreadJob:
         arrival.waiters.clear()
 
     def fail(self, member: int, error: BaseException) -> None:
-        """Store that a member has failed with ``error``, unless a member has failed before, and wake all threads."""
+        """Store that thread ``member`` failed with ``error``, unless one has failed before, and wake all threads."""
         with self.lock:
             if self.failure is None:
                 self.failure = (member, error)
@@ -479,7 +480,7 @@ class ThreadJob:
                 self._wake(waiter)
 
     def leave(self, member: int) -> None:
-        """Store that a member makes no more calls; wake the threads that wait for it, or one if all others wait."""
+        """Store that thread ``member`` makes no more calls; wake those that wait for it, or one if all others wait."""
         with self.lock:
             self.gone.add(member)
             waiting = tuple(self._waiting)

@@ -269,7 +269,7 @@ class CallTrace:
         return records
 
     def _before(self, sequence: int) -> _Entry | None:
-        """Return the record of collective ``sequence`` or the last one before it; None if that one is overwritten."""
+        """Return the record of collective ``sequence``, or the last record before; None if that is overwritten."""
         for number in range(sequence, max(-1, sequence - REMEMBERED), -1):
             entry = self._entries[number % REMEMBERED]
             if entry[0] == number:
@@ -280,7 +280,7 @@ class CallTrace:
 
 
 def _described(error: BaseException) -> str:
-    """Return text on an exception that was being handled, with the innermost line of user code in the traceback."""
+    """Return a text about an exception, with the innermost line of user code in its traceback."""
     trace, line = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -561,6 +561,6 @@ def _around(calls: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> lis
 
 
 def _groups(records: Mapping[int, CallRecord]) -> str:
-    """Return text with the call and source line of each rank; ranks with the same call at the same line are joined."""
+    """Return a text with the call and source line of each rank; ranks with equal calls and lines are named together."""
     texts = ((rank, f"{record.what} at {record.where}") for rank, record in records.items())
     return "; ".join(f"{ranks}: {call}" for call, ranks in ranks_by_text(texts).items())

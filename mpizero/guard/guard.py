@@ -452,7 +452,7 @@ class Guard(JobExit):
         self.hooks, self.process = None, 0
 
     def release_to_host(self) -> None:
-        """Remove the hooks that the import of mpizero has set; do nothing if communicators are supervised.
+        """Remove the hooks for errors that the import of mpizero has set; do nothing if communicators are supervised.
 
         Not collective.
         """
@@ -461,7 +461,7 @@ class Guard(JobExit):
             self.release()
 
     def is_guest(self, embedded: bool = False) -> bool:
-        """Tell whether mpizero is a guest in another program's process. Not collective.
+        """Tell whether mpizero runs inside another program's process, which it must not change. Not collective.
 
         True if ``embedded`` is true or the environment variable MPIZERO_EMBEDDED is "1".
         """
@@ -649,7 +649,7 @@ class PythonHooks:
         atexit.register(self._at_end)
 
     def restore(self) -> None:
-        """Restore the replaced functions, and stop calling the listener; a second call does nothing."""
+        """Restore the replaced functions, and stop calling ``listener``; a second call does nothing."""
         self._live = False
         atexit.unregister(self._at_end)
         if sys.excepthook == self._on_exception:
@@ -663,7 +663,7 @@ class PythonHooks:
 
     @property
     def live(self) -> bool:
-        """True while the listener receives events in this process."""
+        """True while ``listener`` is called for errors and exits in this process."""
         return self._live and self._process == os.getpid()
 
     def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
@@ -684,7 +684,7 @@ class PythonHooks:
             self._excepthook(kind, error, trace)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """Pass an error of a thread to the listener if there are other ranks and its traceback contains this package.
+        """Pass an error of a thread to ``listener`` if there are other ranks and the traceback contains this package.
 
         All other errors of threads are shown by ``threading.__excepthook__``.
         """
@@ -697,7 +697,7 @@ class PythonHooks:
             threading.__excepthook__(args)
 
     def _on_unraisable(self, args: Any) -> None:
-        """Pass an error of a function registered with atexit to the listener, if there are other ranks.
+        """Pass an error of a function registered with atexit to ``listener``, if there are other ranks.
 
         All other errors are passed to the ``sys.unraisablehook`` that was replaced.
         """
@@ -811,7 +811,7 @@ class ProcessSetting(Generic[Value]):
         self._lock = threading.RLock()  # a holder may be collected, and so leave, while another one comes
 
     def hold(self, value: Value) -> Callable[[], None]:
-        """Set ``value`` until the returned function is called, or a later holder sets another value. Not collective.
+        """Set ``value`` until the returned function is called, or a later call sets another value. Not collective.
 
         A second call of the returned function does nothing.
         """

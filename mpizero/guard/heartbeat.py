@@ -47,7 +47,7 @@ from mpizero.types import Array
 
 #: Seconds between two checks, unless a listener asks for shorter ones.
 TICK = 0.25
-#: Name of the thread.
+#: Name of the supervisor's thread.
 HEARTBEAT = "mpizero-heartbeat"
 #: If more than so many ticks, and so many seconds, pass between two checks, the process was stopped.
 _LATE_TICKS, _LATE = 3, 0.5
@@ -109,7 +109,7 @@ class Supervisor:
                     self.warn_once(error)
 
     def remove(self, listener: Listener) -> None:
-        """Stop calling ``listener``; a second call does nothing."""
+        """Stop calling the function ``listener``; a second call does nothing."""
         with self._changing:
             self._listeners.pop(listener, None)
             self._next.pop(listener, None)
@@ -121,7 +121,7 @@ class Supervisor:
             thread.join(1.0)
 
     def stop(self) -> None:
-        """Stop calling all listeners; without any, the supervisor's thread ends."""
+        """Stop calling all listeners (functions); the supervisor's thread then ends."""
         for listener in tuple(self._listeners):
             self.remove(listener)
 
@@ -320,7 +320,7 @@ class Heartbeat:
         return record | self.extra_entries | self._context()
 
     def _requested_records(self) -> dict[str, list[CallRecord]]:
-        """Return the last calls on each communicator for which a rank of the node requests them, by the key of each."""
+        """Return the last calls on each communicator for which a rank of the node has requested them, by its key."""
         requested = self.statuses.requested_keys()
         self._requested = [*requested, *(key for key in self._requested if key not in requested)][: len(requested) + 1]
         entries = filter(None, map(self.register.find, self._requested))
@@ -357,7 +357,10 @@ class MismatchWatch:
         self._next = -1
 
     def look(self, record: StatusRecord) -> None:
-        """End the job if a rank of this node has made different calls; ``record`` is this rank's status record."""
+        """End the job if a rank of this node has made different calls; ``record`` is this rank's status record.
+
+        A status record is what a rank writes about itself.
+        """
         waits = any(call[5] >= _PATIENCE for call in record["calls"])
         if (key := self._differing(_WAITING if waits else _RUNNING)) and (error := self._explain(key)):
             self._end(error)
@@ -575,7 +578,8 @@ _MESSAGES = ("isend", "irecv")
 def waits_for_this_rank(register: CommunicatorRegistry, other: int, record: StatusRecord) -> str:
     """Return a text on the call in which rank ``other`` waits for this rank; "" if it does not wait for this rank.
 
-    Not collective. ``register`` lists this rank's communicators; ``record`` is the last status record of ``other``.
+    Not collective. ``register`` lists this rank's communicators; ``record`` is the last status record of ``other``,
+    what that rank has written about itself.
     """
     known = register.counts()
     for key, name, sequence, operation, tag, since in record["calls"]:
@@ -656,9 +660,9 @@ class EarlyExit:
             time.sleep(_LOOK_FOR_EXITS)
 
     def _awaits(self, other: int, record: StatusRecord) -> str:
-        """Return a text on a communicator with this rank that rank ``other`` is waiting to make; "" if there is none.
+        """Return a text on a communicator that rank ``other`` waits to make with this rank; "" if there is none.
 
-        ``record`` is the last status record of rank ``other``.
+        ``record`` is the last status record of rank ``other``, what that rank has written about itself.
         """
         known = self.register.counts()
         making, this_rank = record.get("making", {}), self.statuses.rank
@@ -682,9 +686,10 @@ class EarlyExit:
         return f"rank {rank} waits for a message at {records[rank]['place']}, and nobody is at work any more"
 
     def _messages_of(self, record: StatusRecord) -> tuple[int, ...]:
-        """Return the world ranks of the communicator on which the rank of ``record`` waits too long for a message.
+        """Return the world ranks of the communicator on which a rank waits too long for a message.
 
-        Returns () if that rank does not wait too long for a message.
+        ``record`` is what the rank has written about itself, its status record. Returns () if it does not wait too long
+        for a message.
         """
         for key, _, _, operation, _, since in record["calls"]:
             if operation in _MESSAGES and since > self.patience and (entry := self.register.find(key)):
@@ -717,13 +722,13 @@ def agree_range(
     return int(least), -int(opposite)
 
 
-#: Ticks without a heartbeat after which a rank counts as silent.
+#: A rank counts as silent if it has written no status record for so many ticks (periods), and for so many seconds.
 _SILENT_TICKS = 8
 _MIN_SILENCE = 0.5
 
 
 def with_age(records: Mapping[int, StatusRecord]) -> dict[int, StatusRecord]:
-    """Return the status records, by rank, each with a new entry "age": the seconds since the record was written."""
+    """Return ``records`` (what ranks have written about themselves), each with "age", the seconds since then."""
     now, wall = time.monotonic(), time.time()
     return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in records.items()}
 

@@ -83,7 +83,7 @@ class StatusGroup:
     remote_status: RemoteStatus | None
 
     def close(self) -> None:
-        """Stop this rank's status server, and close the status table. Not collective."""
+        """Stop this rank's status server (its replies by TCP), and close the status table. Not collective."""
         if self.remote_status is not None:
             self.remote_status.close()
         self.status_table.close()

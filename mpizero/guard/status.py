@@ -81,7 +81,9 @@ class StatusTable:
 
     @staticmethod
     def create_file(ranks: int) -> str | None:
-        """Create a file with room for ``ranks`` records; return its path, or None if no folder has enough space.
+        """Create a file with room for the records of ``ranks`` ranks; return its path.
+
+        Return None if no folder has enough space.
 
         Not collective.
         """
@@ -250,7 +252,7 @@ class StartupTable:
                 os.pwrite(self._file, _STARTUP_HEADER.pack(len(data)) + data, _STARTUP_RECORD * self._rank)
 
     def read(self) -> dict[int, StatusRecord]:
-        """Return the last status record of every other rank that has written one and has not closed it, by rank."""
+        """Return, by rank, the last status records of all other ranks that have not closed the table."""
         records: dict[int, StatusRecord] = {}
         with self._closing:
             length = os.fstat(self._file).st_size if self._file >= 0 else 0
@@ -318,7 +320,10 @@ class StartupTable:
 
 
 def is_working(record: StatusRecord) -> bool:
-    """Tell whether the rank of this node that wrote ``record`` still runs and has not reached its program's end."""
+    """Tell whether the rank that wrote the status record ``record`` runs, and has not reached its program's end.
+
+    The rank is on this node. A status record is a dictionary that a rank writes about itself.
+    """
     return record["state"] == "working" and Path(f"/proc/{record['pid']}").exists()
 
 

@@ -92,7 +92,7 @@ def window_products(x: Array, runs: Array, length: int, weight: Array, bias: Arr
 def _products(
     x: Array, runs: Array, packed: Array, at: Array, start: Array, out: Array, length: int, first: int, stop: int
 ) -> None:
-    """Compute lines ``first`` to ``stop`` of ``out``, a line being all positions along the third axis of space."""
+    """Compute lines ``first`` to ``stop`` - 1 of ``out``, a line being all positions along the third axis of space."""
     item, wide = out.itemsize, packed.shape[2]
     x_step, c_step = x.strides[3] // item, out.strides[3] // item
     for number in range(stop - first):
@@ -239,7 +239,7 @@ def _boxes_at_once(nbytes: int, boxes: int) -> int:
 
 @kernel("void(const T[:,:,:,:,:], const T[:,:,:,:,:], const i8[:,:,::1], i8[::1], i8[::1])")
 def _lines(x: Array, dy: Array, boxes: Array, x_lines: Array, dy_lines: Array) -> None:
-    """Write the index in ``x``, and in ``dy``, at which each line (a box's positions along the last axis) begins."""
+    """Write the index in ``x`` and ``dy`` at which each line (a spatial tile's positions on the last axis) begins."""
     item, line = dy.itemsize, 0
     for box in range(boxes.shape[0]):
         a, b, c = boxes[box, 0, 0], boxes[box, 1, 0], boxes[box, 2, 0]
@@ -338,7 +338,8 @@ def write_rows(
 ) -> None:  # fmt: skip
     """Copy ``height`` rows of sums, which ``stack[0]`` holds as blocks of ``wide`` columns, to ``partial[depth]``.
 
-    The first row is row ``row`` of ``partial[depth]``.
+    ``stack[0]`` holds the sums of some spatial tiles from index ``at`` on; each block of ``wide`` columns takes
+    ``block`` elements. The first row is row ``row`` of ``partial[depth]``.
     """
     columns, panel = partial.shape[2], 0
     while panel * wide < columns:

@@ -141,7 +141,7 @@ class SumsTile(Intrinsic):
 
 
 class RunsTile(Intrinsic):
-    """Compute sums of products of operands that lie in memory in runs, without packing, or go on with such sums.
+    """Compute sums of products of operands that lie in memory in runs (of successive positions), without packing.
 
     A tile has ``rows`` rows and as many columns as ``across`` vector registers have elements.
 
@@ -152,9 +152,10 @@ class RunsTile(Intrinsic):
     a_runs[a_first + r]`` of ``a``, that of the right one at ``b_at + b_runs[b_first + r]`` of ``b``. At position p,
     column j of the right operand is the element ``p * b_step + j`` from there. Row i of the left one is the element ``p
     + i * a_step`` if ``along`` is true (successive positions are neighbours in memory), else ``p * a_step + i``
-    (successive rows are). Each sum begins with element ``start_at + i * start_step + j`` of ``start``; terms are added
-    in ascending order, run after run. The sum of row i and column j overwrites the element ``c_at + i * c_step + j`` of
-    ``c`` for ``j < columns``. Elements of ``b`` and ``start`` are read for all columns of a tile.
+    (successive rows are). Each sum begins with element ``start_at + i * start_step + j`` of ``start`` (zeros, or sums
+    to go on with); terms are added in ascending order, run after run. The sum of row i and column j overwrites the
+    element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``. Elements of ``b`` and ``start`` are read for all
+    columns of a tile.
     """
 
     arguments = 19
@@ -404,7 +405,7 @@ def flat(x: Any) -> Any:
 
 #: Elements of a block: a block of all terms is added before the next one, so it stays in the cache.
 FOLD_BLOCK = 1 << 15
-#: Kernels that add as many terms in one pass.
+#: Kernels by the number of terms that they add in one pass.
 _KERNELS = {2: "add_two", 4: "add_four", 8: "add_eight"}
 
 

@@ -31,7 +31,7 @@ from mpizero.kernels.matmul_tile import HIGH, LOW, RunsTile, fold, tile_columns
 from mpizero.types import Array
 
 _high, _low, _one = (RunsTile(rows, along=True) for rows in (HIGH, LOW, 1))
-#: Tiles for few columns, of one vector register.
+#: Tiles of products with few columns: the columns of one vector register.
 _tall, _tall_low, _tall_one = (RunsTile(rows, along=True, across=1) for rows in (2 * HIGH, 2 * LOW, 1))
 #: Least number of multiplications of a thread's part.
 _WORTH_A_THREAD = 1 << 22
@@ -308,7 +308,7 @@ def products(
         left += width
 
 
-#: The only run of a product's operands.
+#: Distances of the runs of an operand that is a single run, see :class:`.RunsTile`.
 _NONE = np.zeros(1, np.int64)
 
 

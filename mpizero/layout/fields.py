@@ -181,7 +181,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """The number of boxes."""
+        """The number of boxes: of ranks of the domain group."""
         return prod(self.parts)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
@@ -199,12 +199,12 @@ class Cut:
         return tuple(tuple(bounds(n, tiles)[i] for i in edge) for n, edge in zip(extents, edges, strict=True))
 
     def box(self, extents: Sequence[int], rank: int) -> Box:
-        """Return the box of positions that a rank has in a space with the given extents."""
+        """Return the box of positions (a slice for each axis) that a rank has in a space with the given extents."""
         found = zip(self.starts(extents), self.coordinates(rank), strict=True)
         return tuple(slice(starts[i], starts[i + 1]) for starts, i in found)
 
     def nodes(self, rank: int) -> tuple[TreeNode, ...]:
-        """Return the fewest nodes of the tree over all tiles that together cover a rank's tiles, in order."""
+        """Return the fewest nodes of the tree over all tiles that together are the sum of a rank's tiles, in order."""
         return self._nodes[rank]
 
     @cached_property

@@ -418,7 +418,7 @@ class FlatLayout:
         return tuple(regions)
 
     def pieces(self, span: Span) -> Iterator[tuple[ParameterUse, Span]]:
-        """Yield each parameter that overlaps the range ``span`` of the flat array, and the range of the overlap."""
+        """Yield each parameter with elements in the range ``span`` of the flat array, and the range of these."""
         for entry in self.parameters[bisect_right(self._stops, span.start) :]:
             if entry.offset >= span.stop:
                 break

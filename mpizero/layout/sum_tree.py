@@ -37,12 +37,12 @@ class TreeNode(NamedTuple):
     position: int
 
     def leaves(self, total: int) -> range:
-        """Return the indices of the leaves whose sum this node is, in a tree of ``total`` leaves."""
+        """Return the indices of the leaves (of grains, say) whose sum this node is, in a tree of ``total`` leaves."""
         return range(self.position << self.level, min((self.position + 1) << self.level, total))
 
 
 def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
-    """Return, in order, the fewest nodes that together cover leaves ``start:stop`` of a tree of ``total`` leaves."""
+    """Return, in order, the fewest nodes of a tree of ``total`` leaves that together sum leaves ``start:stop``."""
     nodes: list[TreeNode] = []
     while start < stop:
         level = 0
@@ -91,16 +91,16 @@ class Leaves:
 
     @cached_property
     def end(self) -> int:
-        """The index after that of the last leaf."""
+        """The index after that of the last leaf of the tree."""
         return self.number(self.count - 1) + 1 if self.count else 0
 
     def missing(self, leaf: int) -> bool:
-        """Tell whether a leaf does not exist; then the leaves after it in the grain's subtree do not exist, either."""
+        """Tell whether the tree has no leaf of index ``leaf``, because all parts of the grain have leaves before it."""
         return leaf >= self.end or leaf % self.wide >= self.parts
 
 
 def _climb(node: TreeNode, leaves: Leaves) -> TreeNode:
-    """Return the highest node of a tree that has the same value as ``node``.
+    """Return the highest node of the tree that is the sum of the same leaves as ``node``.
 
     A parent has the value of its left child if it has no right child.
     """

@@ -169,6 +169,8 @@ def _elements_before(rows: PartRows, index: int) -> int:
 def _join(runs: list[PartRun], run: PartRun) -> None:
     """Append ``run`` to ``runs``, or lengthen the last run if ``run`` follows it in the whole parameter without a gap.
 
+    A run is elements that are contiguous in the whole parameter and in the part.
+
     A run without elements is not appended.
     """
     if runs and runs[-1].full + runs[-1].size == run.full:

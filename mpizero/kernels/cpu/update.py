@@ -385,7 +385,7 @@ def _largest(values: Array, residual: Array) -> Any:
 
 @kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+    """Round ``values + residual`` to ``codes``, integers of 8 bits, and write the rounding errors to ``residual``.
 
     A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of
     ``COMPRESSION_BLOCK`` consecutive values has one scale. If a block has a value that is infinite or NaN, its scale

@@ -128,7 +128,8 @@ def tree_sum(
 ) -> None:
     """Sum rows in the order of ``program``, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
 
-    The arguments are those of :func:`mpizero.kernels.cpu.update.tree_sum`.
+    A program says which rows to add in which order. The arguments are those of
+    :func:`mpizero.kernels.cpu.update.tree_sum`.
     """
     stack = cuda.local.array(DEPTH, out.dtype)
     by = divisor[0]
@@ -264,7 +265,7 @@ _code_of = formulas.code_of
 
 @kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+    """Round ``values + residual`` to ``codes``, integers of 8 bits, and write the rounding errors to ``residual``.
 
     The arguments are those of :func:`mpizero.kernels.cpu.update.int8_encode`.
     """
