@@ -95,7 +95,10 @@ class Leaves:
         return self.number(self.count - 1) + 1 if self.count else 0
 
     def missing(self, leaf: int) -> bool:
-        """Tell whether the tree has no leaf of index ``leaf``, because all parts of the grain have leaves before it."""
+        """Tell whether the tree has no leaf of index ``leaf``.
+
+        There is none after the last part of a grain in the grain's subtree, and none after the last part of all grains.
+        """
         return leaf >= self.end or leaf % self.wide >= self.parts
 
 
