@@ -80,7 +80,7 @@ class SnapshotBuffer:
         return self._memory.size
 
     def reserve(self, arrays: Sequence[LocalArray]) -> None:
-        """Allocate memory for all pieces of ``arrays`` now, so that the first save is as fast as later saves."""
+        """Allocate memory for all values in ``arrays`` now, so that the first save is as fast as later saves."""
         needed = sum(_padded(values.nbytes) for array in arrays for _, values in array.pieces)
         if needed and needed + LINE > self._memory.size:
             self.close()  # release the old memory before the new memory is allocated
@@ -88,7 +88,7 @@ class SnapshotBuffer:
             self._memory[::PAGE] = 0  # the system hands out pages when they are touched
 
     def copy(self, arrays: Sequence[LocalArray]) -> list[LocalArray]:
-        """Copy the pieces of ``arrays`` into this buffer; return equal arrays whose pieces are views of the buffer.
+        """Copy the values in ``arrays`` into this buffer; return equal objects whose values are views of the buffer.
 
         The call first waits until the last save no longer uses the buffer.
         """
@@ -139,7 +139,7 @@ def _lower_priority() -> None:
 
 
 class WriterThread:
-    """Run a thread that writes this rank's pieces of arrays into the state file and syncs the file to disk.
+    """Run a thread that writes the elements of this rank into the state file (``state.h5``) and syncs the file to disk.
 
     The thread is a daemon, so a process that ends does not wait for it. The constructor opens the file before the
     thread starts. So the thread never writes into another file that a later save makes at the same path. The thread

@@ -71,7 +71,7 @@ _KINDS: dict[str, type[MpizeroError]] = {
 class PortableError(NamedTuple):
     """Describe an exception in a form that can be sent to other ranks.
 
-    ``kind`` is the key of :data:`_KINDS` for the error class, ``code`` the errno or 0.
+    ``kind`` is the name of the error's class in :data:`_KINDS`, ``code`` the errno or 0.
     """
 
     kind: str
@@ -274,7 +274,7 @@ def _make_temporary(path: str) -> str:
 
 
 def fill_file(path: str, skeleton: Skeleton) -> None:
-    """Make the state file at its final size, with the structure of the HDF5 file but without the values of arrays.
+    """Make the state file at its final size, with the HDF5 structure in ``skeleton`` but without the values of arrays.
 
     Raises ``CheckpointIOError`` if the disk has too little free space. The space is not reserved, because reserving it
     on a file system in memory (tmpfs) would make all ranks wait. If the disk fills up later, writes fail. Not
@@ -377,7 +377,10 @@ def _path_of_replaced(target: str) -> str:
 
 
 def standing(target: str) -> str:
-    """Return the path of the checkpoint ``target``: ``.old-<name>`` if a save was killed while replacing it.
+    """Return the path at which the checkpoint ``target`` is: ``target``, or a hidden path beside it.
+
+    A save that replaces ``target`` first renames it to ``.old-<name>``. This path is returned if the save was killed
+    then.
 
     Raises :class:`CheckpointError` if the hidden path is a link, because no save makes links.
     """
@@ -583,7 +586,7 @@ class PieceSums(NamedTuple):
 
 
 def checksums(arrays: Sequence[LocalArray]) -> list[PieceSums]:
-    """Return the checksums of this rank's pieces of arrays, computed from memory. Not collective."""
+    """Return the checksums of the ranges of elements that this rank writes, computed from memory. Not collective."""
     sums = []
     for array in arrays:
         for first, values in array.pieces:
@@ -607,7 +610,7 @@ def as_bytes(values: Array) -> memoryview:
 def store_directly(
     comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
 ) -> list[PieceSums]:
-    """Write every rank's pieces of arrays into ``file`` and sync it to disk; return this rank's checksums.
+    """Write the elements of every rank into ``file`` and sync it to disk; return the checksums of this rank's elements.
 
     ``offsets`` holds the first byte of each array in the file. Collective over ``comm``: all ranks succeed, or all
     raise the same error, whose message begins with ``prefix``.
@@ -629,7 +632,7 @@ def write_pieces(
     advance: Callable[[int], object] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[PieceSums]:
-    """Write this rank's pieces of arrays into an open file and sync it to disk; return the checksums of the pieces.
+    """Write the elements of this rank into an open file and sync it to disk; return the checksums of these elements.
 
     Not collective, and without MPI. ``handle`` is the descriptor from :func:`open_state`, which this function closes,
     and ``file`` is the path for error messages. ``offsets`` holds the first byte of each array in the file. The
@@ -672,7 +675,8 @@ def write_pieces(
 def join_parts(table: Table, gathered: Sequence[Sequence[PieceSums]]) -> dict[str, tuple[int, ...]]:
     """Combine the checksums of the pieces of all ranks into the CRC32s of whole blocks, by array path. Not collective.
 
-    ``gathered`` holds, for each rank, the checksums of the pieces that it has written.
+    ``table`` holds the shape and element type of every array. ``gathered`` holds, for each rank, the checksums of the
+    pieces (ranges of elements) that the rank has written.
     """
     pieces: dict[str, list[PieceSums]] = {path: [] for path in table}
     for listed in gathered:

@@ -487,7 +487,7 @@ def averages_of(reader: Reader) -> dict[str, str]:
 
 
 def _tied(reader: Reader, items: Sequence[ExportedArray]) -> list[ExportedArray]:
-    """Return descriptions of the tied parameters among ``items`` under their other names."""
+    """Return a description for each further name of a tied parameter among ``items``, under that name."""
     by_name = {item.name: item for item in items}
     uses = reader.attributes.get("mpizero", {}).get("tied", {}).items()
     pairs = [(by_name.get(home), use) for use, home in uses]
@@ -704,7 +704,9 @@ class ParameterFile(ABC):
 
     @abstractmethod
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of each request, whose path is a parameter's name, with elements of the pieces' type.
+        """Fill the arrays in the ``pieces`` of each request with elements of the parameter that its ``path`` names.
+
+        Elements are converted to the type of these arrays.
 
         Collective over the communicator with which the file was opened; a rank may request nothing. The contents of the
         pieces are undefined after an error.
@@ -718,7 +720,7 @@ class _CheckpointParameters(ParameterFile):
     reader: Reader
 
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Fill the pieces of all requests; values stored in another type are read into new memory, then converted."""
+        """Fill the arrays in ``requests``; values stored in another type are read into new memory, then converted."""
         stored = []
         for request in requests:
             shape, element = self.arrays[request.path]
@@ -741,7 +743,7 @@ class _FileParameters(ParameterFile):
     file: TensorFile | NpzFile
 
     def read(self, requests: Sequence[LocalArray]) -> None:
-        """Copy the ranges of all requests out of the file."""
+        """Copy the ranges of elements that ``requests`` describe out of the file, into the arrays of ``requests``."""
         for request in requests:
             parameter = self.file.values(request.path)
             for start, values in request.pieces:

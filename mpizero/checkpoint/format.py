@@ -175,7 +175,7 @@ class WriteRanges:
 
     @classmethod
     def of(cls, array: LocalArray) -> WriteRanges:
-        """Return the ranges of all pieces of ``array`` that have elements."""
+        """Return the ranges of elements of ``array`` that its pieces hold, without empty ones."""
         sizes = [(start, values.size, numbers_in(values.dtype)) for start, values in array.pieces if values.size]
         ranges = tuple((start * each, (start + size) * each) for start, size, each in sizes)
         return cls(array.path, array.shape, array.dtype.str, ranges)
@@ -186,7 +186,7 @@ ARRAY_LIMIT = 65_536
 
 
 def merge(writes: Sequence[Sequence[WriteRanges]]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Return shape and element type of every array, sorted by path, from the write ranges of each rank.
+    """Return shape and element type of every array, sorted by path, from the ranges of elements that each rank writes.
 
     ``writes`` holds one sequence for each rank. Raises :class:`CheckpointError` unless each element is written by
     exactly one rank. Every rank calls this function with the same gathered ranges, and gets the same table or the same
@@ -237,7 +237,7 @@ def crc32_shifted(crc: int, length: int) -> int:
 
 
 def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Cut bytes ``start:stop`` of an array at the boundaries of blocks; yield (start, stop) of each part in order."""
+    """Cut bytes ``start:stop`` of an array at the multiples of 4 MiB; yield (start, stop) of each part in order."""
     while start < stop:
         end = min(stop, (start // BLOCK + 1) * BLOCK)
         yield start, end
@@ -250,7 +250,7 @@ _CACHED = 1024 * 1024
 
 
 def in_cache(part: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Cut a block into pieces that fit a core's cache; yield the offset in the block and a view of each piece."""
+    """Cut a block into parts that fit a core's cache; yield the offset in the block and a view of each part."""
     for start in range(0, len(part), _CACHED):
         yield start, part[start : start + _CACHED]
 
@@ -415,10 +415,10 @@ ROOT_ATTRIBUTES: Mapping[str, Any] = {"format": np.bytes_(FORMAT), "version": np
 def build(table: Table, alignment: int = ALIGNMENT, root_attributes: Mapping[str, Any] = ROOT_ATTRIBUTES) -> Skeleton:
     """Build the HDF5 file with one contiguous dataset for each array of ``table``, without the values of the arrays.
 
-    Equal arguments give equal bytes. Arrays of at least ``alignment`` bytes start at a multiple of ``alignment``.
-    ``root_attributes`` are the attributes of the file's root group. The datasets are allocated early and never filled,
-    so that HDF5 writes only its own structure. The ``v110`` file format has checksums of that structure, and every HDF5
-    from 1.10 on can read it.
+    ``table`` holds the shape and element type of every array. Equal arguments give equal bytes. Arrays of at least
+    ``alignment`` bytes start at a multiple of ``alignment``. ``root_attributes`` are the attributes of the file's root
+    group. The datasets are allocated early and never filled, so that HDF5 writes only its own structure. The ``v110``
+    file format has checksums of that structure, and every HDF5 from 1.10 on can read it.
 
     [Note: two alignments] HDF5 aligns every object whose size reaches one threshold, be it an array or a part of HDF5's
     structure. With a large alignment for all objects there would be a gap after each small object. Therefore the small

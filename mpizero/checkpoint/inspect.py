@@ -118,7 +118,7 @@ def convert(values: Array, source: str, target: str) -> Array:
 
 
 def _rounded_to_odd(values: Array) -> Array:
-    """Convert float64 to float32, rounded to odd: rounded again, to bfloat16, the result is as if rounded once."""
+    """Convert float64 to float32, rounded to odd, so that rounding the result to bfloat16 equals a single rounding."""
     narrow = values.astype(np.float32)
     wide, bits, finite = narrow.astype(np.float64), narrow.view(np.uint32), np.isfinite(narrow)
     bits -= (finite & (np.abs(wide) > np.abs(values))).astype(np.uint32)

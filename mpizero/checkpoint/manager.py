@@ -57,7 +57,7 @@ def step_of(path: str | os.PathLike[str]) -> int | None:
 
 
 def step_folders(folder: str) -> list[str]:
-    """Return the paths of all step folders in ``folder``, the highest step number first. Not collective."""
+    """Return the paths of the folders ``step_<number>`` in ``folder``, the highest number first. Not collective."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -328,7 +328,11 @@ def prune(
 
 
 def _beyond(where: str, keep: int) -> list[str]:
-    """Return the step folders in ``where`` that are older than the newest ``keep`` valid ones, newest first."""
+    """Return the step folders in ``where`` that are older than the newest ``keep`` valid ones, newest first.
+
+    A step folder is valid if nothing is wrong with its manifest, file sizes and HDF5 structure. With fewer than
+    ``keep`` valid folders, return an empty list.
+    """
     valid: list[str] = []
     for entry in map(_look_at, step_folders(where)):
         if entry.valid:
@@ -344,7 +348,7 @@ def _beyond(where: str, keep: int) -> list[str]:
 
 
 def _remove(path: str, removed: list[str]) -> Iterator[RemovalFailure]:
-    """Remove a step folder and append its path to ``removed``; yield a failure if a part of it remains."""
+    """Remove a step folder and append its path to ``removed``; yield a RemovalFailure if a part of it remains."""
     if os.path.islink(path):
         yield RemovalFailure(path, "it is a link; remove it by hand")
         return

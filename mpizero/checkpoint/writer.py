@@ -218,14 +218,14 @@ def agree_on_arrays(
     where: str = "",
     again: RepeatedSave | None = None,
 ) -> Agreement:
-    """Check the arrays that this rank saves, and agree with all ranks on one table of arrays.
+    """Check the arrays that this rank saves, and agree with all ranks on the shape and element type of every array.
 
     Collective over ``comm``. If all ranks save the same arrays as in their last save, they exchange messages once, and
-    the result has the table of that save. Otherwise they exchange messages twice, or three times if some, but not all,
-    of the ranks save the same arrays again. A rank that saves the same arrays as in its last save calls ``again.start``
-    before the first exchange. All ranks raise the same error or none, including errors of ``again.start``. The message
-    of an error begins with ``prefix(where)`` of rank 0. Parent folders that rank 0 has made remain, even if the save
-    fails.
+    the result has the table (shapes and element types) of that save. Otherwise they exchange messages twice, or three
+    times if some, but not all, of the ranks save the same arrays again. A rank that saves the same arrays as in its
+    last save calls ``again.start`` before the first exchange. All ranks raise the same error or none, including errors
+    of ``again.start``. The message of an error begins with ``prefix(where)`` of rank 0. Parent folders that rank 0 has
+    made remain, even if the save fails.
     """
     known = KnownLayout() if again is None else again.layout
     request, state = None, None
@@ -282,7 +282,7 @@ def check_available(comm: Communicator) -> None:
 def store_collectively(
     comm: Communicator, file: str, arrays: Sequence[LocalArray], offsets: Mapping[str, int], prefix: str
 ) -> list[PieceSums]:
-    """Write every rank's pieces of arrays into ``file`` by independent HDF5 writes; return this rank's checksums.
+    """Write the elements of every rank into ``file`` by independent HDF5 writes; return this rank's checksums.
 
     ``offsets`` holds the first byte of each array in the file. Collective over ``comm``: all ranks succeed, or all
     raise the same error, whose message begins with ``prefix``. The file is opened on a communicator made by ``split``,
@@ -321,7 +321,9 @@ def store_collectively(
 
 
 def _elements(array: LocalArray) -> Iterator[tuple[int, Array]]:
-    """Yield first index and values of each piece as whole elements; a half of a complex element is left out.
+    """Yield first index and values of each piece (range of elements) of ``array`` as whole elements.
+
+    A half of a complex element is left out.
 
     A piece of real numbers may start with an imaginary part, or end with a real part, whose other half another rank
     writes.
@@ -475,8 +477,8 @@ class TemporaryFolder(AbstractContextManager["TemporaryFolder"]):
 def publish(comm: Communicator, plan: SavePlan, temporary: TemporaryFolder, sums: Sequence[PieceSums]) -> None:
     """Wait until all ranks have written their values, write the manifest, and rename the temporary folder.
 
-    Collective over ``comm``; all ranks raise the same error or none. ``sums`` holds the checksums of the pieces that
-    this rank has written.
+    Collective over ``comm``; all ranks raise the same error or none. ``sums`` holds the checksums of the ranges of
+    elements that this rank has written.
     """
     gathered = comm.allgather_object(sums, tag="checkpoint checksums")
 
@@ -497,7 +499,7 @@ def _checked_structure(handle: int, state: str, skeleton: Skeleton) -> int:
     """Return the CRC32 of the HDF5 structure (all bytes outside the arrays) in the state file.
 
     ``handle`` is the open file, and ``state`` its path. Raises :class:`CheckpointError` if the structure differs from
-    the skeleton, because writing the values has changed it.
+    ``skeleton``, as the file was made, because writing the values has changed it.
     """
     crc = 0
     if (size := os.fstat(handle).st_size) != skeleton.nbytes:
@@ -518,7 +520,8 @@ def describe(
 ) -> Manifest:
     """Build the manifest from shapes and types of arrays and the checksums gathered from all ranks. Not collective.
 
-    ``structure`` is the CRC32 of the state file outside the arrays.
+    ``table`` holds the shape and element type of every array, ``structure`` is the CRC32 of the state file outside the
+    arrays.
     """
     checksums = join_parts(table, gathered)
     stored = {

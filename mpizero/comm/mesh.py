@@ -271,7 +271,7 @@ def group_buffers(grid: ProcessGrid) -> dict[str, int]:
 
 
 def _tell_better_orders(axes: Axes, hosts: Sequence[int]) -> None:
-    """Print a notice for each kind of group that is on several nodes, if another order of the axes avoids that.
+    """Print a notice if tensor or context groups are on several nodes and another order of the axes avoids that.
 
     ``hosts`` holds, for every rank, the lowest rank on its node.
     """
@@ -297,8 +297,8 @@ def _divide(
 ) -> tuple[Communicator, Communicator]:
     """Return the communicators ``shard_group`` and ``replicas`` of this rank. Collective over ``inter_node``.
 
-    ``sharing`` holds, for each group of nodes, the ranks of ``inter_node`` that are on these nodes; ``alone`` is a
-    communicator of this rank alone.
+    ``sharing`` holds, for each group of nodes over which parameters are sharded, the ranks of ``inter_node`` that are
+    on these nodes; ``alone`` is a communicator of this rank alone.
     """
     if len(sharing) == 1:
         return inter_node, alone

@@ -457,7 +457,7 @@ class MessageGroup:
 
 #: Bytes of a cache line, on which every array starts.
 LINE = 64
-#: Bytes of each half before an array needs more.
+#: Bytes of each half of the window until an array needs more.
 FIRST_HALF = 1 << 16
 #: With at least so many ranks and bytes, each rank sums one part and then copies the whole sum, which needs a second
 #: barrier. Below, every rank sums the whole array for itself.
@@ -583,6 +583,8 @@ class WindowGroup:
     ) -> tuple[Array, ...] | None:
         """Return views with these shapes in the current half of the window; None if there is too little shared memory.
 
+        Successive calls use the two halves in turn, see [Note: two halves].
+
         ``call`` identifies the call: the operation, the dtype character and the sizes.
         """
         halves = self._views.get(call)
@@ -605,7 +607,7 @@ class WindowGroup:
         return halves[self._half]
 
     def _compare(self, call: tuple[object, ...], tag: str) -> None:
-        """Wait at the barrier until every rank has written, and switch to the other half of the window.
+        """Wait at the barrier until every rank has written, and use the other half of the window for the next call.
 
         Raises on every rank if the ranks have made different calls; ``call`` is as for :meth:`_open`.
         """
@@ -626,7 +628,10 @@ class WindowGroup:
         self._node.node_barrier(self._memory, tag)
 
     def _grow(self, call: tuple[object, ...], nbytes: int, tag: str) -> bool:
-        """Allocate or replace the window so that each half has ``nbytes`` bytes; return False if memory is short."""
+        """Allocate or replace the window so that each half has room for ``nbytes`` bytes; False if memory is short.
+
+        Collective over the group. ``call`` is as for :meth:`_open`.
+        """
         try:
             if self._memory is None:
                 self._allocate(FIRST_HALF)
@@ -665,7 +670,7 @@ def _signature(call: tuple[object, ...]) -> int:
 
 
 class BlockLocks:
-    """Lock numbered blocks, each for one rank of a node at a time; the constructor is collective over ``node``.
+    """Lock numbered blocks of shared memory, each for one rank of a node at a time; collective over ``node``.
 
     [Note: locks] A lock is one byte of a file, which every rank has opened for itself (an open file description lock of
     Linux). So a thread that may not call MPI can lock, and ranks that are threads exclude each other too. The kernel

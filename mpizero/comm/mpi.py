@@ -160,7 +160,10 @@ class MpiCommunicator(Communicator):
         return super()._count(operation, tag, primitive, *arguments)
 
     def _verified(self, verifier: CallVerifier, primitive: Callable[..., Any], *arguments: Any) -> Any:
-        """Compare the calls of all ranks, then run ``primitive``; if it is non-blocking, start it meanwhile."""
+        """Compare the calls of all ranks, then call ``primitive``; a non-blocking one is called during the comparison.
+
+        ``primitive`` is the method that makes the MPI call.
+        """
         verification, operation = verifier.start(), self.trace.operation
         if operation.startswith("i"):
             return VerifiedRequest(self, verification, primitive(*arguments))
@@ -498,7 +501,7 @@ class Waiting:
                 pause = min(self._longest, _GROWTH * pause)
 
     def call(self, blocking: Callable[..., None], started: Callable[..., MPI.Request], *arguments: Any) -> None:
-        """Call ``blocking``, or its non-blocking form ``started`` if ranks wait asleep. Collective."""
+        """Call ``blocking``; if ranks wait asleep, call ``started``, the non-blocking form, and wait. Collective."""
         if self.asleep:
             self.end(started(*arguments))
         else:
@@ -838,7 +841,7 @@ class PendingComparison:
 
 
 class VerifiedRequest(Request):
-    """Wait for the comparison of a non-blocking collective, then for the collective itself."""
+    """Wait until all ranks' calls of a non-blocking collective have been compared, then for the collective itself."""
 
     def __init__(self, communicator: Transport, verification: PendingComparison, request: Request) -> None:
         trace = communicator.trace

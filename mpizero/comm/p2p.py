@@ -83,7 +83,7 @@ class TreeForm:
 
     @classmethod
     def of(cls, value: Any, what: str) -> Self:
-        """Return the form of the tree ``value``; ``what`` names the tree in error messages. Not collective.
+        """Return the description of the tree ``value``; ``what`` names the tree in error messages. Not collective.
 
         Raises
         ------
@@ -139,7 +139,9 @@ class TreeForm:
 
 
 def packable(value: Any, what: str) -> TreeForm:
-    """Return the form of the tree ``value`` if it can be sent; ``what`` names the tree. Not collective.
+    """Return the form of the tree ``value`` (structure, shapes and dtypes) if it can be sent. Not collective.
+
+    ``what`` names the tree in error messages.
 
     Raises
     ------
@@ -155,7 +157,8 @@ def packable(value: Any, what: str) -> TreeForm:
 def broadcast_tree(comm: Communicator, form: TreeForm | None, value: Any, root: int, tag: str) -> Any:
     """Return the tree ``value`` of rank ``root``, which has the given form, on all ranks. Collective over ``comm``.
 
-    The arguments ``form`` and ``value`` of the other ranks are not used.
+    ``form`` describes the structure, shapes and dtypes of the tree. The arguments ``form`` and ``value`` of the other
+    ranks are not used.
     """
     tree: TreeForm = comm.broadcast_object(form, root, tag)
     sends = comm.rank == root
@@ -254,7 +257,10 @@ class PipelineP2P:
             self._start(contiguous(array), peer, route.tag)
 
     def _announce(self, route: Route, peer: int, form: TreeForm | None) -> None:
-        """Send a header that describes the next output on a route; ``form`` is None if the chunk failed."""
+        """Send a header (short message) that describes the next output on a route, or says that the chunk failed.
+
+        ``form`` is the output's structure, shapes and dtypes; it is None if the chunk failed.
+        """
         header = np.zeros(_HEADER, np.int64)
         if form is not None and form.structure == "*":
             ((dims, dtype),) = form.shapes
@@ -269,9 +275,9 @@ class PipelineP2P:
             self._start(np.frombuffer(packed, np.uint8), peer, route.tag + 1)
 
     def check(self, route: Route, key: Any, value: Any, what: str) -> None:
-        """Check that the other stage can receive ``value``, an output for a micro-batch with this ``key``.
+        """Check that the stage that gets ``value``, an output for a micro-batch with this ``key``, can receive it.
 
-        ``what`` names the output in error messages.
+        ``key`` is :func:`key_of` of the micro-batch; ``what`` names the output in error messages.
 
         Raises
         ------
@@ -296,7 +302,8 @@ class PipelineP2P:
     def post(self, route: Route, micro: int, key: Any, peer: int) -> None:
         """Start to receive the output that stage ``peer`` sends for micro-batch ``micro``, before it is needed.
 
-        Does nothing if the form of the output is not known yet, or if ``peer`` is this stage.
+        Does nothing if the form (structure, shapes and dtypes) of the output is not known yet, or if ``peer`` is this
+        stage.
         """
         known = self._known.get((route, key))
         if peer != self.comm.rank and known is not None:
@@ -305,7 +312,8 @@ class PipelineP2P:
     def receive(self, route: Route, micro: int, key: Any, peer: int) -> Any:
         """Wait for the array or tree that stage ``peer`` sends for micro-batch ``micro``, and return it.
 
-        Returns None if the sending chunk failed before both stages knew the form of its output.
+        Returns None if the sending chunk failed before both stages knew the form (structure, shapes and dtypes) of its
+        output.
         """
         if peer == self.comm.rank:
             return self._local_outputs.pop((route, micro))
@@ -327,7 +335,10 @@ class PipelineP2P:
         return form.build([array for _, array in arriving])
 
     def _announced(self, route: Route, peer: int) -> TreeForm | None:
-        """Receive a header and return the form of the output that follows; None if the sending chunk failed."""
+        """Receive a header and return the structure, shapes and dtypes of the output that follows.
+
+        Return None if the sending chunk failed.
+        """
         header = np.empty(_HEADER, np.int64)
         self.comm.recv(header, peer, route.tag + 1)
         kind, number, axes = header[:3].tolist()

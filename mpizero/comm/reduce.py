@@ -56,17 +56,19 @@ _MOVED, _TESTING = 15e-6, 2e-3
 
 #: ``scratch(name, size, dtype)`` returns a message buffer, which is valid until the next call with the same name.
 Scratch = Callable[[str, int, Any], Array]
-#: Adds the rows of a segment that has arrived.
+#: A function that adds the rows (partial sums) of a segment (part of an exchange) that has arrived.
 Take = Callable[[Iterator["RowRange"]], None]
 
 
 def bucket_size(elements: int | None) -> int:
-    """Return the number of elements of a bucket: ``elements``, or the default if that is None. Not collective."""
+    """Return the most elements of a message buffer: ``elements``, or the default if that is None. Not collective."""
     return elements or EXCHANGE_ELEMENTS
 
 
 def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
-    """Return how many of the elements that each peer owns are exchanged in one segment. Not collective.
+    """Return how many of the elements that each peer owns are exchanged in one segment (part of an exchange).
+
+    Not collective.
 
     The result is the same on every rank, although ranks send different numbers of partial sums. So all ranks cut the
     exchange into the same number of segments.
@@ -83,9 +85,10 @@ def exchange_step(counts: Sequence[int], elements: int | None = None) -> int:
 
 
 def gather_step(ranks: int, elements: int | None = None) -> int:
-    """Return how many elements each of ``ranks`` ranks sends in one segment of a gather, for ``elements`` in total.
+    """Return how many elements each of ``ranks`` ranks sends in one segment of a gather.
 
-    Not collective. None stands for :data:`EXCHANGE_ELEMENTS`.
+    Not collective. A gather is cut into segments, so that buffers stay small. ``elements`` is the number of elements in
+    one segment, of all ranks together; None stands for :data:`EXCHANGE_ELEMENTS`.
     """
     return max(1, bucket_size(elements) // ranks)
 
@@ -175,7 +178,7 @@ class ExactExchange:
         self.comm, self.codec, self.scratch, self.elements, self.rounded = comm, codec, scratch, elements, rounded
 
     def pieces(self, rows: RowsToSum) -> Iterator[RowRange]:
-        """Exchange partial sums, and yield a RowRange for each part of the elements that this rank owns.
+        """Exchange partial sums, and yield a RowRange (what to add) for each part of the elements that this rank owns.
 
         The caller adds the rows of each RowRange; the rows are valid until the next RowRange is yielded. Collective
         over ``comm``: every rank must consume the whole iterator.
@@ -196,7 +199,7 @@ class ExactExchange:
             yield from segment_rows.pieces()
 
     def segments(self, rows: RowsToSum) -> Iterator[Segment]:
-        """Yield the segments of the exchange of ``rows``, each small enough for the buffers. Not collective."""
+        """Yield the parts (segments) of the exchange of ``rows``, each small enough for the buffers. Not collective."""
         counts = [len(programs) for programs in rows.programs]
         step = exchange_step(counts, self.elements)
         positions = [span_positions(spans) for spans in rows.ranges]
@@ -210,26 +213,28 @@ class ExactExchange:
     def forms(
         self, owned: Sequence[Sequence[SpanPosition]], exact: Sequence[Span]
     ) -> list[tuple[Codec | None, Sequence[Sequence[SpanPosition]]]]:
-        """Return the elements that each rank owns, grouped by the codec that compresses them: see :func:`in_forms`."""
+        """Return the elements that each rank owns, compressed and other ones apart, as :func:`in_forms` does."""
         return [(None, owned)] if self.codec is None else [*in_forms(self.codec, owned, exact)]
 
     def programs(self, programs: Sequence[Program], form: Codec | None) -> list[Array]:
-        """Return tree programs as arrays, for elements with the codec ``form`` (None: elements without compression).
+        """Return tree programs as arrays, for elements that the codec ``form`` compresses (None: uncompressed ones).
 
-        Not collective. If ``rounded`` is set, the arrays for elements with a codec round the sums.
+        Not collective. A tree program says which rows to add in which order. If ``rounded`` is set, the arrays for
+        elements with a codec round the sums.
         """
         return [program_array(program, rounded=self.rounded and form is not None) for program in programs]
 
     def both_programs(self, program: Program) -> tuple[Array, Array]:
         """Return a tree program as two arrays: for elements whose sums are not rounded, and for all other elements.
 
-        Not collective. Without ``rounded`` both arrays are the same.
+        Not collective. A tree program says which rows to add in which order. Without ``rounded`` both arrays are the
+        same.
         """
         exact = program_array(program)
         return exact, program_array(program, rounded=True) if self.rounded else exact
 
     def begin_segment(self, segment: Segment, *, wait: bool = False, buffers: int = 0) -> Arriving:
-        """Compute this rank's partial sums of a segment and start to exchange them.
+        """Compute this rank's partial sums of a segment (part of the exchange) and start to exchange them.
 
         Collective over ``comm``. When this returns, the segment's rows have been read and may be overwritten.
 
@@ -252,7 +257,10 @@ class ExactExchange:
         return self.scratch(f"{name} {buffers}" if buffers else name, size, dtype)
 
     def _plain(self, segment: Segment, wait: bool, scratch: Scratch) -> Arriving:
-        """Start to exchange a segment's partial sums without compression. Collective over ``comm``."""
+        """Start to exchange the partial sums of a segment (part of the exchange) without compression.
+
+        Collective over ``comm``.
+        """
         widths, counts, me = segment.widths, segment.counts, self.comm.rank
         send = scratch("send", counts[me] * sum(widths), segment.rows.dtype)
         position = 0
@@ -266,7 +274,9 @@ class ExactExchange:
         return Arriving(request, lambda: recv.reshape(sum(counts), widths[me]), segment.windows[me])
 
     def _packed(self, segment: Segment, codec: Codec, wait: bool, scratch: Scratch) -> Arriving:
-        """Start to exchange a segment's partial sums, compressed by ``codec`` except those that stay on this rank.
+        """Start to exchange the partial sums of a segment (part of the exchange), compressed by ``codec``.
+
+        Partial sums that stay on this rank are not compressed.
 
         Collective over ``comm``.
         """
@@ -332,9 +342,10 @@ class Segment:
 
     ``windows`` holds, for each peer, the ranges of its elements in this segment, each as a pair: the position in the
     concatenation of all ranges that the peer owns, and the range itself. ``counts`` is the number of partial sums that
-    each group sends, and ``sums`` are the tree programs of the partial sums of this rank's group. ``residuals`` holds,
-    for each peer, the part that earlier compressed messages to this peer have left out. ``codec`` compresses the
-    messages; None leaves them uncompressed. A group is the ranks of one node that share memory, or a single rank.
+    each group sends, and ``sums`` are the tree programs (which rows to add in which order) of the partial sums of this
+    rank's group. ``residuals`` holds, for each peer, the part that earlier compressed messages to this peer have left
+    out. ``codec`` compresses the messages; None leaves them uncompressed. A group is the ranks of one node that share
+    memory, or a single rank.
     """
 
     def __init__(
@@ -362,7 +373,7 @@ class Segment:
 
 
 class Arriving:
-    """Represent a segment whose messages are in flight; see :meth:`ExactExchange.begin_segment`."""
+    """Represent a segment (part of an exchange) whose messages are in flight, see :class:`ExactExchange`."""
 
     def __init__(
         self,
@@ -404,10 +415,11 @@ def keep_testing(test: Callable[[], bool]) -> bool:
 
 
 class SegmentQueue:
-    """Exchange segments in the order in which they are added, up to :data:`IN_FLIGHT` at a time.
+    """Exchange segments (parts of exchanges) in the order in which they are added, up to :data:`IN_FLIGHT` at a time.
 
-    A segment begins when there is room for it, so all ranks begin the same segments in the same order, but not at the
-    same time. No other collective may use the communicator of ``exchange`` until the queue is empty.
+    A segment begins when fewer than :data:`IN_FLIGHT` are in flight, so all ranks begin the same segments in the same
+    order, but not at the same time. No other collective may use the communicator of ``exchange`` until the queue is
+    empty.
 
     [Note: what has begun] A rank can wait in :meth:`begin` or :meth:`finish` without a deadlock, although a segment
     arrives only when the peers have begun it, too, and a peer that waits in another call begins no segment. The reason:
@@ -427,7 +439,7 @@ class SegmentQueue:
         self._in_flight: deque[tuple[Arriving, Take]] = deque()
 
     def __bool__(self) -> bool:
-        """Tell whether segments wait or are in flight."""
+        """Tell whether segments (parts of exchanges) wait or are in flight."""
         return bool(self._waiting or self._in_flight)
 
     def add(self, segments: Iterable[Segment], take: Take) -> None:
@@ -440,13 +452,13 @@ class SegmentQueue:
         self._fill()
 
     def begin(self) -> None:
-        """Wait until all segments have begun, so that the rows of all segments have been read. Not collective."""
+        """Wait until the exchange of all segments has begun, so that all their rows have been read. Not collective."""
         while self._waiting:
             self._take()
             self._fill()
 
     def poll(self) -> None:
-        """Let messages progress while MPI has data to move, and begin the segments for which there is room then.
+        """Let messages progress while MPI has data to move, and begin as many waiting segments as have ended.
 
         Not collective.
         """
@@ -457,7 +469,8 @@ class SegmentQueue:
     def finish(self) -> None:
         """Wait until all segments have been exchanged and their rows added. Not collective.
 
-        The next segment uses the first buffers again, so that the buffers' sizes do not vary from step to step.
+        The next segment uses the first set of buffers again. So each set gets the same segments in every step, and the
+        sizes of buffers do not vary.
         """
         while self:
             self._take()
@@ -489,7 +502,7 @@ def span_positions(spans: Sequence[Span]) -> list[SpanPosition]:
 
 
 def elements_in(positions: Sequence[SpanPosition]) -> int:
-    """Return the total number of elements of the spans in ``positions``. Not collective."""
+    """Return the total number of elements of the spans in ``positions``, pairs of position and span. Not collective."""
     return sum(span.size for _, span in positions)
 
 
@@ -511,7 +524,9 @@ def in_forms(
 
 
 def cut_positions(positions: Sequence[SpanPosition], low: int, high: int) -> list[SpanPosition]:
-    """Return the elements ``low:high`` of the concatenation of all spans in ``positions``, in the same form.
+    """Return the elements ``low:high`` of the concatenation of all spans in ``positions``, as positions and spans.
+
+    ``positions`` and the result hold pairs (position, span), as :func:`span_positions` returns them.
 
     Not collective.
     """
@@ -607,8 +622,8 @@ def begin_gather(
     comm, send, target, spans
         As for :func:`gather_spans`. Every rank has the same number of spans; some may be empty.
     halves : bool
-        Whether to send float32 values, which must be bfloat16 numbers, in 16 bits. Then this rank's spans of ``target``
-        must not be used before ``wait()`` has returned, either.
+        Whether to send float32 values in 16 bits; each must be a number that bfloat16 represents exactly. Then this
+        rank's spans of ``target`` must not be used before ``wait()`` has returned, either.
     """
     requests, narrowed = [], []
     for index, values in enumerate(send):
@@ -632,8 +647,8 @@ _CONVERTED = 1 << 14
 def narrow_to(target: Array, values: Array) -> None:
     """Round float32 ``values`` to bfloat16, and write the 16-bit numbers to the second half of ``target``.
 
-    Not collective. ``target`` is an array of as many float32 elements, or ``values`` itself: the blocks are converted
-    from the last one on, so no value is overwritten before it is read.
+    Not collective. ``target`` is an array of as many float32 elements, or ``values`` itself: the conversion begins at
+    the end, so no value is overwritten before it is read.
     """
     wire, part = target.view(np.uint16)[target.size :], np.empty(min(_CONVERTED, target.size), np.uint16)
     for stop in range(values.size, 0, -_CONVERTED):
@@ -643,7 +658,7 @@ def narrow_to(target: Array, values: Array) -> None:
 
 
 def widen_in_place(values: Array) -> None:
-    """Undo :func:`narrow_to`: convert the numbers in the second half of the array's memory to float32.
+    """Undo :func:`narrow_to`: convert the bfloat16 numbers in the second half of the array's memory to float32.
 
     Not collective.
     """
@@ -796,7 +811,7 @@ class Codec(ABC):
     Attributes
     ----------
     feedback : bool
-        Whether :meth:`encode` needs a residual.
+        Whether :meth:`encode` needs a residual (the part of the values that earlier messages have left out).
     """
 
     feedback: ClassVar[bool] = True
@@ -852,7 +867,10 @@ class HalfPrecision(Codec):
         return 2 * count
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Round each value to the nearest 16-bit number, ties to even; ``residual`` is not used."""
+        """Round each value to the nearest 16-bit number, ties to even, and write it to ``message``.
+
+        ``residual`` is not used.
+        """
         getattr(kernels.backend(values).layers, f"to_{self.name}")(values, message.view(np.uint16))
 
     def decode(self, message: Array, out: Array) -> None:
@@ -869,7 +887,10 @@ class EightBits(Codec):
     """Round values to 8-bit integers, with one float32 scale for each block of 256 values."""
 
     def packed(self, count: int) -> int:
-        """Return the bytes of a message of ``count`` values: 4 a block and 1 a value, rounded up to a multiple of 4."""
+        """Return the bytes of a message of ``count`` values: a multiple of 4.
+
+        Each block of 256 values takes 4 bytes (its scale), and each value one byte; the sum is rounded up.
+        """
         blocks: int = -(-count // kernels.cpu.update.COMPRESSION_BLOCK)
         return 4 * (blocks + -(-count // 4))
 
@@ -928,7 +949,7 @@ class TopK(Codec):
         return _PICKED * self.count_sent(count)
 
     def encode(self, values: Array, residual: Array, message: Array) -> None:
-        """Write the values of largest magnitude of ``values + residual`` to ``message``, the others to ``residual``."""
+        """Write the values of largest magnitude of ``values + residual`` to ``message``, all others to ``residual``."""
         indices, largest = self._parts(message)
         counters = np.empty(_COUNTERS, np.int64)
         kernels.backend(values).update.top_encode(values, residual, counters, indices, largest)

@@ -161,7 +161,7 @@ class InMemoryCommunicator(Communicator):
             self.close()
 
     def _check_ranks(self, arrival: Arrival | None = None) -> None:
-        """Raise PeerFailure if the job has failed, or a rank that ``arrival`` waits for has ended."""
+        """Raise PeerFailure if the job has failed, or a rank has ended whose data is missing in ``arrival``."""
         job, members = self._group.job, self._group.members
         if job.failure is not None:
             rank, cause = job.failure
@@ -327,7 +327,7 @@ class InMemoryCommunicator(Communicator):
 
 
 def _fold(rows: Sequence[Array], op: str) -> Array:
-    """Combine ``rows``, the arrays of all ranks, by ``op`` in rank order, and return the result."""
+    """Combine ``rows``, one array from each rank, by ``op`` in rank order, and return the result."""
     flat = rows[0].copy()
     for row in rows[1:]:
         _ADD[op](flat, row, out=flat)
@@ -350,10 +350,10 @@ class _Group:
 
 
 class _ThreadRequest(Request):
-    """Represent a non-blocking operation, which is complete when ``arrival`` is complete.
+    """Represent a non-blocking operation, which is complete when ``arrival`` (data that other ranks post) is complete.
 
-    The first :meth:`wait` or :meth:`test` after that calls ``finish``. The operation is complete from the start, and
-    ``finish`` is not called, if ``arrival`` is None.
+    The first :meth:`wait` or :meth:`test` after that calls ``finish``, which writes the result. The operation is
+    complete from the start, and ``finish`` is not called, if ``arrival`` is None.
     """
 
     __slots__ = ("_arrival", "_communicator", "_finish", "_operation", "_sequence", "_tag")
@@ -399,7 +399,7 @@ class _ThreadRequest(Request):
 
 
 def _nothing() -> None:
-    """Do nothing: replaces the ``finish`` of a request that has ended."""
+    """Do nothing; set in place of the function ``finish`` of a request that has ended."""
 
 
 class ThreadSharedMemory(SharedMemory):
@@ -420,7 +420,8 @@ class ThreadJob:
     """Hold the state that all threads of a job share: a lock, the first failure, and which threads wait or have ended.
 
     The job is the group that :meth:`.InMemoryCommunicator.group` made, with all groups split off from it. A *member* is
-    the number of a thread in the first group. ``lock`` is held during changes of the job and of all its groups.
+    the number of a thread in the first group, also in the smaller groups. ``lock`` is held during changes of the job
+    and of all its groups.
     """
 
     def __init__(self, size: int) -> None:
@@ -464,14 +465,14 @@ class ThreadJob:
                 raise
 
     def finish(self, arrival: Arrival) -> None:
-        """Complete ``arrival``, and wake the threads that wait for it. The caller holds the lock."""
+        """Mark ``arrival`` (data) as complete, and wake the threads that wait for it. The caller holds the lock."""
         arrival.complete = True
         for waiter in arrival.waiters:
             self._wake(waiter)
         arrival.waiters.clear()
 
     def fail(self, member: int, error: BaseException) -> None:
-        """Store that a member has failed, unless one has failed before, and wake all threads."""
+        """Store that thread ``member`` failed with ``error``, unless one has failed before, and wake all threads."""
         with self.lock:
             if self.failure is None:
                 self.failure = (member, error)
@@ -479,7 +480,7 @@ class ThreadJob:
                 self._wake(waiter)
 
     def leave(self, member: int) -> None:
-        """Store that a member makes no more calls; wake the threads that wait for it, or one if all others wait."""
+        """Store that thread ``member`` makes no more calls; wake those that wait for it, or one if all others wait."""
         with self.lock:
             self.gone.add(member)
             waiting = tuple(self._waiting)
@@ -576,7 +577,7 @@ class Mailbox:
         self._awaited: deque[Receipt] = deque()
 
     def put(self, message: Array) -> Receipt | None:
-        """Add a message; return the receipt of the receive that waits for it, or None. The caller holds the lock."""
+        """Add a message; return the :class:`Receipt` that waits for it, or None. The caller holds the job's lock."""
         if not self._awaited:
             self._messages.append(message)
             return None
@@ -585,7 +586,7 @@ class Mailbox:
         return receipt
 
     def receive(self) -> Receipt:
-        """Return the receipt of the next receive. The caller holds the lock."""
+        """Return a :class:`Receipt` of the next message, which may not have come. The caller holds the job's lock."""
         receipt = Receipt(self.sender, self._messages.popleft() if self._messages else None)
         if not receipt.complete:
             self._awaited.append(receipt)

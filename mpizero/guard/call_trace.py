@@ -269,7 +269,7 @@ class CallTrace:
         return records
 
     def _before(self, sequence: int) -> _Entry | None:
-        """Return the record of collective ``sequence`` or the last one before it; None if that one is overwritten."""
+        """Return the record of collective ``sequence``, or the last record before; None if that is overwritten."""
         for number in range(sequence, max(-1, sequence - REMEMBERED), -1):
             entry = self._entries[number % REMEMBERED]
             if entry[0] == number:
@@ -280,7 +280,7 @@ class CallTrace:
 
 
 def _described(error: BaseException) -> str:
-    """Return text on an exception that was being handled, with the innermost line of user code in the traceback."""
+    """Return a text about an exception, with the innermost line of user code in its traceback."""
     trace, line = error.__traceback__, ""
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -296,7 +296,7 @@ def _is_library(file: str) -> bool:
 
 
 def _after(entry: _Entry, sequence: int) -> int:
-    """Return the hash of all collectives up to ``sequence``, from ``entry``, the last one of them that was recorded.
+    """Return the hash of all collectives up to number ``sequence``; ``entry`` is the last of them that was recorded.
 
     Collectives after ``entry`` were only counted ([Note: counted calls]); their number is a part of the hash.
     """
@@ -387,7 +387,7 @@ class CommunicatorRegistry:
     _terms: dict[CallTrace, list[tuple[int, CallTrace]]] = field(default_factory=dict)
 
     def add(self, trace: CallTrace, members: Sequence[int], rank: int = 0) -> CommunicatorEntry:
-        """Add the communicator of ``trace``, which joins the world ranks ``members``; return its entry. Not collective.
+        """Add the communicator of ``trace``, which has the world ranks ``members``; return its entry. Not collective.
 
         ``rank`` is the number of this rank in the communicator.
 
@@ -450,20 +450,22 @@ class CommunicatorRegistry:
     def counts(self) -> dict[str, int]:
         """Return the number of collectives begun on each communicator, by the communicator's key.
 
-        The open communicators come first, the newest before the older ones; the closed ones come last.
+        A key is a string that identifies a communicator on all of its ranks. The open communicators come first, the
+        newest before the older ones; the closed ones come last.
         """
         return {entry.key: entry.trace.started for entry in (*reversed(self.live), *self.closed.values())}
 
     def progress(self) -> dict[str, tuple[int, int]]:
         """Return the number of collectives begun on each communicator, and their hash, by the communicator's key.
 
-        The order is the same as in :meth:`counts`.
+        A key is a string that identifies a communicator on all of its ranks. The order is the same as in
+        :meth:`counts`.
         """
         entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
         return {entry.key: entry.trace.last() for entry in entries}
 
     def find(self, key: str) -> CommunicatorEntry | None:
-        """Return the entry of the open or closed communicator with this key; None if there is none."""
+        """Return the entry of the open or closed communicator that ``key`` identifies; None if there is none."""
         return next((entry for entry in (*self.live, *self.closed.values()) if entry.key == key), None)
 
     def inside(self, trace: CallTrace) -> list[CommunicatorEntry]:
@@ -559,6 +561,6 @@ def _around(calls: Mapping[int, Mapping[int, CallRecord]], sequence: int) -> lis
 
 
 def _groups(records: Mapping[int, CallRecord]) -> str:
-    """Return text with the call and source line of each rank; ranks with the same call at the same line are joined."""
+    """Return a text with the call and source line of each rank; ranks with equal calls and lines are named together."""
     texts = ((rank, f"{record.what} at {record.where}") for rank, record in records.items())
     return "; ".join(f"{ranks}: {call}" for call, ranks in ranks_by_text(texts).items())

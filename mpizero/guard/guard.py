@@ -204,16 +204,20 @@ class JobExit:
 
     @property
     def _all_ranks_comm(self) -> Any:
-        """The mpi4py communicator of the status group of all ranks, used only by the guard; None without this group."""
+        """The mpi4py communicator of all ranks that only the guard uses; None if there is none yet.
+
+        It is made with the first mpizero communicator of all ranks: the attribute ``control`` of a
+        :class:`.StatusGroup`.
+        """
         return next((group.control for group in self.statuses.groups if len(group.members) == self.size), None)
 
     def _agree_to_fail(self, mpi: Any, error: MpizeroError) -> int | None:
         """Agree with all ranks to end the job; return the common exit status, or None if not all ranks fail in time.
 
         The lowest rank whose error is not a consequence of another rank's error prints its error. The ranks exchange
-        their exit statuses on the communicator of the status group of all ranks. A rank that fails before it has made
-        any communicator uses COMM_WORLD. A rank that is making its first communicator takes part there, too, because
-        making a communicator begins with the same reduction (:func:`.range_of`).
+        their exit statuses on a communicator of all ranks that only the guard uses. A rank that fails before it has
+        made an mpizero communicator of all ranks uses COMM_WORLD. A rank that is making its first communicator takes
+        part there, too, because making a communicator begins with the same reduction (:func:`.range_of`).
         """
         second = isinstance(error, RemoteError | PeerFailure)
         self._exit_state = "failed"
@@ -285,7 +289,8 @@ class JobExit:
     def with_prefix(self, text: str, origin: str = "") -> str:
         """Return the report ``text`` with ``[rank r/N host]`` before every line.
 
-        The first line names ``origin``, step and phase, if they are known.
+        The first line names step and phase of the training, and ``origin``, the thread or exit handler that raised the
+        error, if they are known.
         """
         context = ", ".join(f"{name} {value}" for name, value in self.context.items())
         head = " ".join(filter(None, [origin, f"at {context}" if context else ""]))
@@ -447,7 +452,7 @@ class Guard(JobExit):
         self.hooks, self.process = None, 0
 
     def release_to_host(self) -> None:
-        """Remove the hooks that the import of mpizero has set; do nothing if communicators are supervised.
+        """Remove the hooks for errors that the import of mpizero has set; do nothing if communicators are supervised.
 
         Not collective.
         """
@@ -456,7 +461,7 @@ class Guard(JobExit):
             self.release()
 
     def is_guest(self, embedded: bool = False) -> bool:
-        """Tell whether mpizero is a guest in another program's process. Not collective.
+        """Tell whether mpizero runs inside another program's process, which it must not change. Not collective.
 
         True if ``embedded`` is true or the environment variable MPIZERO_EMBEDDED is "1".
         """
@@ -505,6 +510,7 @@ class Guard(JobExit):
     def _join_group(self, comm: Any, members: tuple[int, ...], barrier: Callable[[Any], None]) -> tuple[int, ...]:
         """Open a status group for the ranks of ``comm`` if there is none; return ``members``. Collective over ``comm``.
 
+        A status group is ranks that read each other's status, by shared memory on a node and by TCP between nodes.
         ``members`` are the world ranks of ``comm``. The method also begins to write the status of this rank and to
         compare calls.
         """
@@ -554,7 +560,10 @@ class Guard(JobExit):
             self.release()
 
     def before_mpi_starts(self) -> None:
-        """Record in the status that this rank is about to start MPI, which waits for all ranks. Not collective."""
+        """Write for the other ranks of the node that this rank is about to start MPI, which waits for all ranks.
+
+        Not collective. This is an entry of this rank's status record.
+        """
         if self.heartbeat is not None and "mpi4py.MPI" not in sys.modules:
             self.heartbeat.extra_entries["starts"] = True
             self.heartbeat.refresh_stack()
@@ -640,7 +649,7 @@ class PythonHooks:
         atexit.register(self._at_end)
 
     def restore(self) -> None:
-        """Restore the replaced functions, and stop calling the listener; a second call does nothing."""
+        """Restore the replaced functions, and stop calling ``listener``; a second call does nothing."""
         self._live = False
         atexit.unregister(self._at_end)
         if sys.excepthook == self._on_exception:
@@ -654,7 +663,7 @@ class PythonHooks:
 
     @property
     def live(self) -> bool:
-        """True while the listener receives events in this process."""
+        """True while ``listener`` is called for errors and exits in this process."""
         return self._live and self._process == os.getpid()
 
     def show(self, error: BaseException, trace: TracebackType | None, *, hosts_only: bool = False) -> None:
@@ -675,7 +684,7 @@ class PythonHooks:
             self._excepthook(kind, error, trace)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """Pass an error of a thread to the listener if there are other ranks and its traceback contains this package.
+        """Pass an error of a thread to ``listener`` if there are other ranks and the traceback contains this package.
 
         All other errors of threads are shown by ``threading.__excepthook__``.
         """
@@ -688,7 +697,7 @@ class PythonHooks:
             threading.__excepthook__(args)
 
     def _on_unraisable(self, args: Any) -> None:
-        """Pass an error of a function registered with atexit to the listener, if there are other ranks.
+        """Pass an error of a function registered with atexit to ``listener``, if there are other ranks.
 
         All other errors are passed to the ``sys.unraisablehook`` that was replaced.
         """
@@ -802,7 +811,7 @@ class ProcessSetting(Generic[Value]):
         self._lock = threading.RLock()  # a holder may be collected, and so leave, while another one comes
 
     def hold(self, value: Value) -> Callable[[], None]:
-        """Set ``value`` until the returned function is called, or a later holder sets another value. Not collective.
+        """Set ``value`` until the returned function is called, or a later call sets another value. Not collective.
 
         A second call of the returned function does nothing.
         """

@@ -47,7 +47,7 @@ from mpizero.types import Array
 
 #: Seconds between two checks, unless a listener asks for shorter ones.
 TICK = 0.25
-#: Name of the thread.
+#: Name of the supervisor's thread.
 HEARTBEAT = "mpizero-heartbeat"
 #: If more than so many ticks, and so many seconds, pass between two checks, the process was stopped.
 _LATE_TICKS, _LATE = 3, 0.5
@@ -61,7 +61,9 @@ Listener = Callable[[float], float | None]
 
 
 class Supervisor:
-    """Call listeners periodically with ``time.monotonic()``, in a daemon thread that ends with the last listener.
+    """Call functions (listeners) periodically, in a daemon thread that ends when the last listener is removed.
+
+    Each listener is called with the present ``time.monotonic()``.
 
     A listener can return the number of seconds until its next call. So a process can have a watchdog for each of
     hundreds of ranks that are its threads, at little cost.
@@ -81,7 +83,7 @@ class Supervisor:
 
     @property
     def tick(self) -> float:
-        """Seconds between two calls of a listener that returns no longer pause: the least ``tick`` of all listeners."""
+        """Seconds from one round of calls of the listeners to the next: the least ``tick`` with which one was added."""
         return min(tuple(self._listeners.values()), default=TICK)
 
     @property
@@ -107,7 +109,7 @@ class Supervisor:
                     self.warn_once(error)
 
     def remove(self, listener: Listener) -> None:
-        """Stop calling ``listener``; a second call does nothing."""
+        """Stop calling the function ``listener``; a second call does nothing."""
         with self._changing:
             self._listeners.pop(listener, None)
             self._next.pop(listener, None)
@@ -119,7 +121,7 @@ class Supervisor:
             thread.join(1.0)
 
     def stop(self) -> None:
-        """Stop calling all listeners; without any, the supervisor's thread ends."""
+        """Stop calling all listeners (functions); the supervisor's thread then ends."""
         for listener in tuple(self._listeners):
             self.remove(listener)
 
@@ -205,9 +207,10 @@ def library_call(frame: FrameType, world: Any) -> str:
 def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], float]) -> list[list[Any]]:
     """Return the communicator calls in progress, each as [key, communicator, sequence, operation, tag, seconds].
 
-    ``key`` identifies the communicator, ``communicator`` is its name, ``sequence`` the number of the collective in it,
-    and ``seconds`` how long the call has lasted. ``since(t)`` returns the seconds since the ``time.monotonic()`` t. A
-    long tag, such as a path, is cut at its start, because its end names the file.
+    ``register`` lists the communicators of this process. ``key`` identifies the communicator, ``communicator`` is its
+    name, ``sequence`` the number of the collective in it, and ``seconds`` how long the call has lasted. ``since(t)``
+    returns the seconds since the ``time.monotonic()`` t. A long tag, such as a path, is cut at its start, because its
+    end names the file.
     """
     return [
         [e.key, e.trace.name, e.trace.sequence, e.trace.operation, _end_of(e.trace.tag), since(entered)]
@@ -317,7 +320,7 @@ class Heartbeat:
         return record | self.extra_entries | self._context()
 
     def _requested_records(self) -> dict[str, list[CallRecord]]:
-        """Return the last calls on each communicator for which a rank of the node requests them, by the key of each."""
+        """Return the last calls on each communicator for which a rank of the node has requested them, by its key."""
         requested = self.statuses.requested_keys()
         self._requested = [*requested, *(key for key in self._requested if key not in requested)][: len(requested) + 1]
         entries = filter(None, map(self.register.find, self._requested))
@@ -354,7 +357,10 @@ class MismatchWatch:
         self._next = -1
 
     def look(self, record: StatusRecord) -> None:
-        """End the job if a rank of this node has made different calls; ``record`` is this rank's status record."""
+        """End the job if a rank of this node has made different calls; ``record`` is this rank's status record.
+
+        A status record is what a rank writes about itself.
+        """
         waits = any(call[5] >= _PATIENCE for call in record["calls"])
         if (key := self._differing(_WAITING if waits else _RUNNING)) and (error := self._explain(key)):
             self._end(error)
@@ -392,9 +398,11 @@ class MismatchWatch:
     def _differing(self, limit: int | None) -> str:
         """Return the key of a communicator on which another rank of the node has made different calls; "" if none.
 
+        The key is a string that identifies the communicator on all of its ranks.
+
         With ``limit`` at most that many other ranks are compared in one call. Successive calls continue with the next
-        ranks, the first call with those after this rank, so that in every tick the ranks of a node together compare all
-        ranks.
+        ranks, the first call with those after this rank, so that the ranks of a node together compare all ranks in each
+        round of calls of the heartbeat's thread.
         """
         others = [rank for rank in self._statuses.ranks if rank != self._statuses.rank]
         if limit is not None and len(others) > limit:
@@ -443,8 +451,8 @@ class LinkWatch:
 
     A host is silent if no byte moves of the messages of this rank's node, and none of the host's status servers
     answers, for ten seconds. So neither a slow link nor a host whose ranks compute is silent. Nothing is written about
-    a host that has never answered, such as one behind a firewall. Only the lowest rank of a status group watches. The
-    queries take up to a second, so :meth:`look` is called in a thread of its own.
+    a host that has never answered, such as one behind a firewall. Of the ranks that have made a communicator together,
+    only the lowest one watches. The queries take up to a second, so :meth:`look` is called in a thread of its own.
 
     Parameters
     ----------
@@ -462,7 +470,11 @@ class LinkWatch:
         self._asked: set[RemoteStatus] = set()
 
     def look(self, now: float) -> None:
-        """Ask the other hosts if there is reason to; write which have become silent, and which have answered again."""
+        """Ask other hosts that may be silent; write which have become silent, and which have answered again.
+
+        Hosts are asked at the first call, when no bytes of messages have moved for some seconds, and while one is
+        silent.
+        """
         record, statuses = self._heartbeat.last_record, self._heartbeat.statuses
         call = max(record["calls"], key=lambda entry: float(entry[5]), default=None)
         transfers = [(t, s["age"]) for s in with_age(statuses.read()).values() for t in s.get("transfers", ())]
@@ -566,7 +578,8 @@ _MESSAGES = ("isend", "irecv")
 def waits_for_this_rank(register: CommunicatorRegistry, other: int, record: StatusRecord) -> str:
     """Return a text on the call in which rank ``other`` waits for this rank; "" if it does not wait for this rank.
 
-    Not collective. ``register`` lists this rank's communicators; ``record`` is the last status record of ``other``.
+    Not collective. ``register`` lists this rank's communicators; ``record`` is the last status record of ``other``,
+    what that rank has written about itself.
     """
     known = register.counts()
     for key, name, sequence, operation, tag, since in record["calls"]:
@@ -637,16 +650,19 @@ class EarlyExit:
         return self._standstill(records)
 
     def wait(self) -> None:
-        """Wait until no other rank on the startup table of this node is working or starting. Not collective."""
+        """Wait until no other rank of this node is working or starting, as the startup table says. Not collective.
+
+        The startup table is a file for ranks of the node that have made no communicator of all ranks yet.
+        """
         begun = time.monotonic()
         while self.statuses.others_work(waited := time.monotonic() - begun):
             self.look(waited)
             time.sleep(_LOOK_FOR_EXITS)
 
     def _awaits(self, other: int, record: StatusRecord) -> str:
-        """Return a text on a communicator with this rank that rank ``other`` is waiting to make; "" if there is none.
+        """Return a text on a communicator that rank ``other`` waits to make with this rank; "" if there is none.
 
-        ``record`` is the last status record of rank ``other``.
+        ``record`` is the last status record of rank ``other``, what that rank has written about itself.
         """
         known = self.register.counts()
         making, this_rank = record.get("making", {}), self.statuses.rank
@@ -670,9 +686,10 @@ class EarlyExit:
         return f"rank {rank} waits for a message at {records[rank]['place']}, and nobody is at work any more"
 
     def _messages_of(self, record: StatusRecord) -> tuple[int, ...]:
-        """Return the world ranks of the communicator on which the rank of ``record`` waits too long for a message.
+        """Return the world ranks of the communicator on which a rank waits too long for a message.
 
-        Returns () if that rank does not wait too long for a message.
+        ``record`` is what the rank has written about itself, its status record. Returns () if it does not wait too long
+        for a message.
         """
         for key, _, _, operation, _, since in record["calls"]:
             if operation in _MESSAGES and since > self.patience and (entry := self.register.find(key)):
@@ -705,13 +722,13 @@ def agree_range(
     return int(least), -int(opposite)
 
 
-#: Ticks without a heartbeat after which a rank counts as silent.
+#: A rank counts as silent if it has written no status record for so many ticks (periods), and for so many seconds.
 _SILENT_TICKS = 8
 _MIN_SILENCE = 0.5
 
 
 def with_age(records: Mapping[int, StatusRecord]) -> dict[int, StatusRecord]:
-    """Return the status records, by rank, each with a new entry "age": the seconds since the record was written."""
+    """Return ``records`` (what ranks have written about themselves), each with "age", the seconds since then."""
     now, wall = time.monotonic(), time.time()
     return {rank: s | {"age": wall - s["wall"] if "wall" in s else now - s["beat"]} for rank, s in records.items()}
 

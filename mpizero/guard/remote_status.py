@@ -83,7 +83,7 @@ class StatusGroup:
     remote_status: RemoteStatus | None
 
     def close(self) -> None:
-        """Stop this rank's status server, and close the status table. Not collective."""
+        """Stop this rank's status server (its replies by TCP), and close the status table. Not collective."""
         if self.remote_status is not None:
             self.remote_status.close()
         self.status_table.close()
@@ -92,7 +92,9 @@ class StatusGroup:
 class StatusGroups:
     """Hold the status groups of this process, and read and write the status tables of all these groups.
 
-    A status record is a dictionary that a rank writes about itself; ``_FORMS`` lists its keys.
+    A status group is ranks that have made a communicator together and read each other's status: on a node from a status
+    table in shared memory, between nodes by TCP. A status record is a dictionary that a rank writes about itself;
+    ``_FORMS`` lists its keys.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -110,6 +112,8 @@ class StatusGroups:
     def has_group(self, members: Sequence[int]) -> bool:
         """Tell whether there is a status group of exactly these world ranks; all of these ranks get the same result.
 
+        A status group is ranks that read each other's status.
+
         Not collective.
         """
         return tuple(sorted(members)) in (group.members for group in self.groups)
@@ -124,6 +128,7 @@ class StatusGroups:
     ) -> None:
         """Open a status group for the ranks of ``comm``, an mpi4py communicator. Collective over ``comm``.
 
+        The ranks of a status group read each other's status, on a node by shared memory, between nodes by TCP.
         ``members`` are the world ranks of ``comm``, and ``host`` is the name of this rank's host. A rank on which the
         status table or the status server cannot be opened calls ``warn_once`` with the error and goes on without it;
         the other ranks do not wait for this rank. ``barrier`` is :meth:`.Waiting.barrier`.
@@ -147,7 +152,7 @@ class StatusGroups:
         self.groups = sorted([*self.groups, StatusGroup(ranks, control, status_table, remote_status)], key=_size)
 
     def remove_group(self, members: Sequence[int], *, free: bool) -> None:
-        """Close the status group of the world ranks ``members``, if there is one.
+        """Close the status group of the world ranks ``members``, which read each other's status, if there is one.
 
         With ``free`` the group's MPI communicator is freed too; the call is then collective over ``members``, and MPI
         must not have been finalized.
@@ -161,21 +166,24 @@ class StatusGroups:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """World ranks on this node whose status records can be read from a status table."""
+        """World ranks on this node whose status records can be read from a status table (in shared memory)."""
         return tuple(sorted({rank for group in self.groups for rank in group.status_table.ranks}))
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Names of the other hosts by world rank, for the ranks that are in a status group with this one."""
+        """Names of the other hosts by world rank, for the ranks that share a communicator with this one."""
         return {rank: host for remote in self.remote for host, ranks in remote.hosts.items() for rank in ranks}
 
     @property
     def remote(self) -> list[RemoteStatus]:
-        """The connections to other nodes, those of the smallest status group first."""
+        """The connections to other nodes, those of the smallest status group first.
+
+        A status group is ranks that have made a communicator together and read each other's status.
+        """
         return [group.remote_status for group in self.groups if group.remote_status is not None]
 
     def count_messages(self, now: float) -> Transfer:
-        """Return the record of this rank's messages with other hosts; count bytes anew if the last count is old (1 s).
+        """Return the count of bytes of this rank's messages with other hosts; renew it if it is older than a second.
 
         Not collective. ``now`` is the present ``time.monotonic()``.
         """
@@ -190,13 +198,19 @@ class StatusGroups:
 
     @property
     def leads(self) -> bool:
-        """True if the lowest rank of every status group of this process is on this node."""
+        """True if the lowest rank of every status group of this process is on this node.
+
+        A status group is ranks that have made a communicator together and read each other's status.
+        """
         return all(group.members[0] in group.status_table.ranks for group in self.groups)
 
     # ------------------------------------------------------------------ status tables
 
     def write(self, record: StatusRecord) -> None:
-        """Write the status of this rank to all status tables. Not collective; one thread at a time may call it."""
+        """Write the status of this rank to the startup table and to all status tables. Not collective.
+
+        Other ranks of the node can read these tables. One thread at a time may call this method.
+        """
         if self.startup_table is not None:
             self.startup_table.write(record)
         for group in self.groups:
@@ -207,11 +221,16 @@ class StatusGroups:
         return {rank: record for group in self.groups for rank, record in group.status_table.read().items()}
 
     def read_startup_table(self) -> dict[int, StatusRecord]:
-        """Return the last status records of other ranks on the startup table, by rank. Not collective."""
+        """Return the last status records of other ranks on the startup table, by rank. Not collective.
+
+        The startup table is a file for ranks of the node that have made no communicator of all ranks yet.
+        """
         return {} if self.startup_table is None else self.startup_table.read()
 
     def others_work(self, waited: float) -> bool:
         """Tell whether another rank on the startup table of this node works, or may still be starting. Not collective.
+
+        The startup table is a file for ranks of the node that have made no communicator of all ranks yet.
 
         ``waited`` is the number of seconds since this rank has reached the end of its program. Ranks that have written
         nothing yet may be starting during the first ``_STARTING`` seconds.
@@ -246,9 +265,10 @@ class StatusGroups:
             group.status_table.request_records(key)
 
     def requested_keys(self) -> list[str]:
-        """Return, for each status group, the key last passed to :meth:`request_records` on any rank of this node.
+        """Return, sorted, the keys of the communicators whose records ranks of this node have requested last.
 
-        Not collective.
+        Not collective. They are, for each status group (ranks that read each other's status), the key last passed to
+        :meth:`request_records`.
         """
         return sorted({key for group in self.groups if (key := group.status_table.requested_key())})
 
@@ -262,7 +282,7 @@ class StatusGroups:
         return all(group.status_table.become_reporter() for group in self.groups)
 
     def close(self) -> None:
-        """Close all status groups and the startup table. Not collective."""
+        """Close all status groups, and the startup table: no status is read or written any more. Not collective."""
         for group in self.groups:
             group.close()
         self.close_startup_table()
@@ -270,7 +290,8 @@ class StatusGroups:
     def close_startup_table(self, *, all_joined: bool = False) -> None:
         """Close the startup table; with ``all_joined`` also remove its file. Not collective.
 
-        ``all_joined`` is true if no rank needs the table any more: a communicator of all ranks exists, or the job ends.
+        The table shows the status of the node's ranks until they have a communicator. ``all_joined`` is true if no rank
+        needs the table any more: a communicator of all ranks exists, or the job ends.
         """
         startup_table, self.startup_table = self.startup_table, None
         if startup_table is not None:
@@ -389,7 +410,7 @@ class RemoteStatus:
 
         Not collective. If the server of a node does not reply, the node's other server is queried.
 
-        The time ``beat`` in the records is converted to this host's clock.
+        The time ``beat`` in the records, at which each was written, is converted to this host's clock.
         """
         records: dict[int, StatusRecord] = {}
         with contextlib.suppress(OSError):  # no files are left
@@ -613,8 +634,8 @@ _ALWAYS = frozenset({"age", "place", "state", "still", "calls", "joint_tasks", "
 def parse_records(data: bytes, ranks: Collection[int], now: float) -> dict[int, StatusRecord]:
     """Decode and check status records that a status server has sent; return them by rank.
 
-    Records are sent with their age in seconds. The time ``beat`` of each record is set to ``now`` minus its age, where
-    ``now`` is the present ``time.monotonic()`` of this host.
+    Records are sent with their age in seconds. The entry ``beat`` of each record, the time at which it was written, is
+    set to ``now`` minus its age, where ``now`` is the present ``time.monotonic()`` of this host.
 
     Raises
     ------

@@ -81,7 +81,9 @@ class StatusTable:
 
     @staticmethod
     def create_file(ranks: int) -> str | None:
-        """Create a file with room for ``ranks`` records; return its path, or None if no folder has enough space.
+        """Create a file with room for the records of ``ranks`` ranks; return its path.
+
+        Return None if no folder has enough space.
 
         Not collective.
         """
@@ -104,8 +106,8 @@ class StatusTable:
     def write(self, record: StatusRecord) -> None:
         """Replace this rank's status record; parts of it that do not fit are left out. Not collective.
 
-        The oldest records of calls are left out first, and then the marks of communicators made long ago. One thread at
-        a time may call this method.
+        The oldest records of calls are left out first, and then the entries of "marks" (numbers and hashes of calls)
+        for communicators made long ago. One thread at a time may call this method.
         """
         data, progress = encode(record), list(record.get("marks", {}).items())
         while len(data) > _RECORD - _HEADER.size and "records" in record:  # the oldest calls
@@ -178,15 +180,19 @@ class StatusTable:
 
 
 def encode(records: Mapping[Any, Any]) -> bytes:
-    """Encode one status record, or a mapping from ranks to records, as compact JSON. Not collective."""
+    """Encode one status record (a rank's dictionary about itself), or a mapping from ranks to records, as compact JSON.
+
+    Not collective.
+    """
     return json.dumps(records, separators=(",", ":")).encode()
 
 
 def open_status_table(rank: int, hosts: Mapping[int, str], allgather: Callable[[Any], list[Any]]) -> StatusTable:
     """Open the status table of this rank's node; if that fails, open a status table of this process alone.
 
-    Collective over the ranks of ``hosts``, which has the names of the hosts by world rank. ``allgather`` takes a
-    picklable object and returns the list of all these ranks' objects, in the order of ``hosts``.
+    A status table is shared memory in which each rank of a node writes a dictionary about itself. Collective over the
+    ranks of ``hosts``, which has the names of the hosts by world rank. ``allgather`` takes a picklable object and
+    returns the list of all these ranks' objects, in the order of ``hosts``.
     """
     ranks = [other for other, name in hosts.items() if name == hosts[rank]]
     path = StatusTable.create_file(len(ranks)) if rank == ranks[0] else None
@@ -246,7 +252,7 @@ class StartupTable:
                 os.pwrite(self._file, _STARTUP_HEADER.pack(len(data)) + data, _STARTUP_RECORD * self._rank)
 
     def read(self) -> dict[int, StatusRecord]:
-        """Return the last status record of every other rank that has written one and has not closed it, by rank."""
+        """Return, by rank, the last status records of all other ranks that have not closed the table."""
         records: dict[int, StatusRecord] = {}
         with self._closing:
             length = os.fstat(self._file).st_size if self._file >= 0 else 0
@@ -314,7 +320,10 @@ class StartupTable:
 
 
 def is_working(record: StatusRecord) -> bool:
-    """Tell whether the rank of this node that wrote ``record`` still runs and has not reached its program's end."""
+    """Tell whether the rank that wrote the status record ``record`` runs, and has not reached its program's end.
+
+    The rank is on this node. A status record is a dictionary that a rank writes about itself.
+    """
     return record["state"] == "working" and Path(f"/proc/{record['pid']}").exists()
 
 

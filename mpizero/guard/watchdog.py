@@ -169,6 +169,8 @@ class Watchdog:
     def _announce(self, what: str) -> None:
         """Set the entry ``what`` of this rank's status record to True, and write the record.
 
+        A status record is a dictionary that a rank writes about itself.
+
         "stacks" says that this rank shows its stacks on request, "reports" that it has begun to report a stuck call.
         """
         if (heartbeat := self._guard.heartbeat) is not None:
@@ -212,7 +214,8 @@ class Watchdog:
     def _bytes_move(self, call: list[Any], now: float) -> bool:
         """Tell whether bytes of files or messages have moved within the timeout, see [Note: bytes that move].
 
-        The last movement found is remembered: status records are read again when it is longer ago than the timeout.
+        The time of the last movement found is stored. Status records (what ranks write about themselves, with the bytes
+        that they have moved) are read again only when that time is longer ago than the timeout.
         """
         since = self._guard.supervisor.since
         if self._moved and since(self._moved, now) <= self._timeout:
@@ -265,7 +268,10 @@ class Watchdog:
         return self._folder / f"heartbeat-rank{rank:05d}.json"
 
     def _write_status(self) -> None:
-        """Write this rank's status record to the common folder, where other nodes can read it; ignore file errors."""
+        """Write this rank's status record to the common folder, where other nodes can read it; ignore file errors.
+
+        A status record is a dictionary that a rank writes about itself.
+        """
         path, heartbeat = self._path(self._rank), self._guard.heartbeat
         record = heartbeat.last_record if heartbeat is not None and self._shared else {}
         with contextlib.suppress(OSError):
@@ -276,8 +282,9 @@ class Watchdog:
     def _records(self, members: tuple[int, ...]) -> dict[int, StatusRecord]:
         """Return the status records of all ranks that can be read, by rank, each with its age in seconds.
 
-        Records of this node's ranks are read from its status tables; those of other ranks of ``members`` from the
-        common folder and from the status servers of other nodes.
+        A status record is a dictionary that a rank writes about itself. Records of this node's ranks are read from its
+        status tables (shared memory); those of other ranks of ``members`` from the common folder and from the status
+        servers of other nodes.
         """
         groups = self._guard.statuses
         records = groups.read()
@@ -290,7 +297,11 @@ class Watchdog:
         return with_age(records)
 
     def _ask_silent(self) -> None:
-        """Ask each rank of this node whose status record is old to write its stacks; even a rank that is stuck can."""
+        """Ask each rank of this node whose status record is old to write its stacks, which even a stuck rank can do.
+
+        A rank writes its status record, a dictionary about itself, several times a second unless it is stuck or
+        stopped.
+        """
         requested = 0
         for rank, record in self._records(()).items():
             if rank != self._rank and record.get("stacks") and is_silent(record, self._guard.supervisor.tick):

@@ -51,7 +51,8 @@ def window_products(x: Array, runs: Array, length: int, weight: Array, bias: Arr
     x : Array
         The view of windows: (samples, n1, n2, n3, 1), of any strides.
     runs : Array
-        Distance of each run from the first element of a window, in elements: int64.
+        Distance of each run (successive elements that a window reads) from the first element of a window, in elements:
+        int64.
     length : int
         Elements of a run.
     weight : Array
@@ -91,7 +92,7 @@ def window_products(x: Array, runs: Array, length: int, weight: Array, bias: Arr
 def _products(
     x: Array, runs: Array, packed: Array, at: Array, start: Array, out: Array, length: int, first: int, stop: int
 ) -> None:
-    """Compute lines ``first`` to ``stop`` of ``out``, a line being all positions along the third axis of space."""
+    """Compute lines ``first`` to ``stop`` - 1 of ``out``, a line being all positions along the third axis of space."""
     item, wide = out.itemsize, packed.shape[2]
     x_step, c_step = x.strides[3] // item, out.strides[3] // item
     for number in range(stop - first):
@@ -169,7 +170,8 @@ def window_sums(x: Array, runs: Array, length: int, dy: Array, boxes: Array, out
     x : Array
         The view of windows: (samples, n1, n2, n3, 1), of any strides.
     runs : Array
-        Distance of each run from the first element of a window, in elements: int64.
+        Distance of each run (successive elements that a window reads) from the first element of a window, in elements:
+        int64.
     length : int
         Elements of a run.
     dy : Array
@@ -237,7 +239,7 @@ def _boxes_at_once(nbytes: int, boxes: int) -> int:
 
 @kernel("void(const T[:,:,:,:,:], const T[:,:,:,:,:], const i8[:,:,::1], i8[::1], i8[::1])")
 def _lines(x: Array, dy: Array, boxes: Array, x_lines: Array, dy_lines: Array) -> None:
-    """Write the index in ``x``, and in ``dy``, at which each line (a box's positions along the last axis) begins."""
+    """Write the index in ``x`` and ``dy`` at which each line (a spatial tile's positions on the last axis) begins."""
     item, line = dy.itemsize, 0
     for box in range(boxes.shape[0]):
         a, b, c = boxes[box, 0, 0], boxes[box, 1, 0], boxes[box, 2, 0]
@@ -261,14 +263,19 @@ def _sums(
     stack: Array, left: Array, packed: Array, places: Array, length: int, x_step: int, together: int, near: int,
     wide: int, begin: int, end: int,
 ) -> None:  # fmt: skip
-    """Compute the blocks of rows ``begin`` to ``end`` of the result, called units, with tiles of ``wide`` columns.
+    """Compute the units (blocks of rows of the result) ``begin`` to ``end`` - 1, with tiles of ``wide`` columns.
 
-    ``stack`` is a stack of partial sums of spatial tiles, ``partial`` one of sums of groups of ``together`` spatial
-    tiles; the result is ``partial[0]``. As many units are computed together as ``stack`` has room for, from about
-    ``near`` positions at a time, whose operands stay in the nearest cache meanwhile. ``packed`` gets the elements of
-    ``dy`` at these positions: in ``dy`` they lie many channels apart, so that few of them fit into the cache. Where
-    lines (a tile's positions along the last axis) are short, and there are more than two panels of columns, ``left``
-    gets the elements of ``x`` at these positions, as one line.
+    The result is a sum over spatial tiles, which are added as a binary tree. ``stack`` has memory for partial sums of
+    spatial tiles, ``partial`` for sums of groups of ``together`` spatial tiles; the result ends in ``partial[0]``. As
+    many units are computed together as ``stack`` has room for, from about ``near`` positions at a time, so that the
+    operands at these positions stay in the first-level cache.
+
+    A line is the positions of a spatial tile along the last axis of space; ``x_lines`` and ``dy_lines`` hold the index
+    at which each begins in ``x`` and ``dy``, and ``first`` holds each spatial tile's first line. ``packed`` gets a copy
+    of the elements of ``dy`` at the positions that are computed, because in ``dy`` these elements lie many channels
+    apart, so that few of them fit into the cache. Where lines are short, and the result has more than ``2 * wide``
+    columns, ``left`` gets a copy of the elements of ``x`` at these positions, without a gap, so that one loop runs over
+    all lines.
     """
     high = HIGH * tile_columns(dy.itemsize) // wide
     columns, blocks = partial.shape[2], (length + high - 1) // high
@@ -329,9 +336,10 @@ def _sums(
 def write_rows(
     stack: Any, at: Any, partial: Any, depth: Any, row: Any, height: Any, block: Any, wide: Any
 ) -> None:  # fmt: skip
-    """Write ``height`` rows of sums, which ``stack[0]`` holds as blocks of ``wide`` columns, to ``partial[depth]``.
+    """Copy ``height`` rows of sums, which ``stack[0]`` holds as blocks of ``wide`` columns, to ``partial[depth]``.
 
-    The first row is row ``row`` of ``partial[depth]``.
+    ``stack[0]`` holds the sums of some spatial tiles from index ``at`` on; each block of ``wide`` columns takes
+    ``block`` elements. The first row is row ``row`` of ``partial[depth]``.
     """
     columns, panel = partial.shape[2], 0
     while panel * wide < columns:
@@ -347,8 +355,9 @@ def pack_panels(
 ) -> None:  # fmt: skip
     """Copy ``dy`` at ``count`` positions of each of ``lines`` lines to ``packed``, one panel after the other.
 
-    A panel holds ``wide`` channels of all these positions. ``places[i]`` gets the index in a panel at which line i
-    begins.
+    A line is the positions of a spatial tile along the last axis of space; the first one to copy has the index
+    ``line``, and ``dy_lines`` holds the index in ``dy`` at which each begins. A panel holds ``wide`` channels of all
+    these positions. ``places[i]`` gets the index in a panel at which line i begins.
     """
     step = dy.strides[3] // dy.itemsize
     for i in range(lines):
@@ -368,7 +377,9 @@ def pack_rows(
 ) -> None:  # fmt: skip
     """Copy ``height`` elements of ``x`` at each of the ``count`` positions of ``lines`` lines to ``left``.
 
-    In ``left``, each position has room for ``high`` elements.
+    A line is the positions of a spatial tile along the last axis of space; ``x_lines`` holds the index in ``x`` at
+    which each begins, and the elements lie ``at`` elements after each position. In ``left``, each position has room for
+    ``high`` elements.
     """
     for i in range(lines):
         source, to = x_lines[line + i] + at, i * count * high
@@ -387,9 +398,10 @@ def block_sums(
 ) -> None:  # fmt: skip
     """Add a block of a weight gradient, ``height`` rows of ``wide`` elements, to ``stack`` from index ``place`` on.
 
-    An element is the sum, over ``count`` positions in each of ``lines`` lines, of an element of ``x`` times one of
-    ``dy``. Line i begins in ``x`` at ``x_lines[first + i]``; the element of row r lies ``at + r`` elements after a
-    position. ``dy`` is read from a panel of ``packed``: see :func:`pack_panels`.
+    An element is the sum, over ``count`` positions in each of ``lines`` lines (positions of a spatial tile along the
+    last axis of space), of an element of ``x`` times one of ``dy``. Line i begins in ``x`` at ``x_lines[first + i]``;
+    the element of row r lies ``at + r`` elements after a position. ``dy`` is read from ``packed``, where
+    :func:`pack_panels` has written ``wide`` channels of each position, from index ``panel`` on.
     """
     narrow = wide < tile_columns(packed.itemsize)
     high, low = (2 * HIGH, 2 * LOW) if narrow else (HIGH, LOW)

@@ -390,7 +390,9 @@ def magnitude(x: Scalar) -> Scalar:
 
 
 def scale_of(largest: Scalar) -> Scalar:
-    """Return the scale of a block: the value of code 1, so that code 127 is the block's largest magnitude.
+    """Return the scale of a block of values that are sent as 8-bit integers: the value for which the integer 1 stands.
+
+    The integer 127 then stands for the block's largest magnitude.
 
     ``largest`` is the block's largest magnitude, as bits (:func:`magnitude`). The scale is 0 if it would be below the
     smallest normal float32, and NaN if the block has a value that is infinite or NaN.
@@ -402,7 +404,7 @@ def scale_of(largest: Scalar) -> Scalar:
 
 
 def inverse_of(scale: Scalar) -> Scalar:
-    """Return 1 / scale, the factor that turns values into codes; return 0 if the scale is 0 or NaN."""
+    """Return 1 / scale, the factor that turns values into integers of 8 bits; return 0 if the scale is 0 or NaN."""
     return _ONE / scale if scale > _ZERO else _ZERO
 
 

@@ -731,7 +731,7 @@ def emit(function_ir: str, function: str, signature: Signature, scratch: int, en
 _DEFINED = {"memset", "memcpy", "memmove", "sqrt", "sqrtf"}
 #: Functions of LLVM that become calls of libm, or one or two roundings as the CPU likes.
 _LIBM = re.compile(r"llvm\.(exp|log|pow|sin|cos|tan|fmuladd)")
-#: What lets LLVM reorder or fuse operations.
+#: Words in LLVM assembly that let LLVM reorder or fuse operations.
 _REORDERED = re.compile(r" = f(?:add|sub|mul|div) (?:fast|contract|reassoc)\b")
 
 

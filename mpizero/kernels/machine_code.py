@@ -86,7 +86,7 @@ def initialized_llvm() -> Any:
 
 
 def make_target_machine() -> Any:
-    """Make a new LLVM target machine for the instruction set: an execution engine takes ownership of its machine."""
+    """Make a new LLVM target machine for the instruction set; each execution engine owns, and frees, one of its own."""
     chosen = initialized_llvm().Target.from_default_triple()
     _, cpu = _SETS.get(instruction_set(), ((), "generic"))
     return chosen.create_target_machine(cpu=cpu, features="", opt=3, reloc="default", codemodel="jitdefault")

@@ -202,7 +202,7 @@ class KernelProducts:
         jit.run_tasks([functools.partial(self._part, *part) for part in self._cut(a, b, out, parts)], parts)
 
     def _cut(self, a: Array, b: Array, out: Array, parts: int) -> list[tuple[Array, Array, Array]]:
-        """Divide the longer axis of ``out`` into ``parts`` parts; return the operands and the result of each."""
+        """Divide the longer axis of ``out`` into ``parts`` parts; return the operands and the result of each part."""
         rows, columns = out.shape
         if rows >= columns:
             return [(a[part], b, out[part]) for part in jit.parts_of(rows, parts, _ROWS)]
@@ -303,7 +303,7 @@ def first_line(memory: Any, index: Any) -> Any:
 
 
 def nothing_ahead() -> Any:
-    """Return a plan, of the form that :func:`next_panels` returns, by which tiles prefetch nothing."""
+    """Return a plan (what tiles prefetch, six numbers as from :func:`next_panels`) by which tiles prefetch nothing."""
     return 0, 0, 1, -1, 0, 0
 
 
@@ -324,7 +324,7 @@ def next_panels(at: Any, step: Any, by_rows: Any, panels: Any, terms: Any, item:
 
 
 def after_tiles(ahead: Any, count: Any) -> Any:
-    """Return the rest of the plan ``ahead`` of :func:`next_panels` after ``count`` tiles."""
+    """Return the rest of ``ahead``, a plan of :func:`next_panels` (what tiles prefetch), after ``count`` tiles."""
     at, further, tiles_left, mask, step, line = ahead
     done = min(count, tiles_left - 1)
     return at + done * further, further, tiles_left - done, mask, step, line
@@ -337,8 +337,10 @@ def tiles(
 ) -> None:  # fmt: skip
     """Multiply the packed block at index ``left`` of ``memory`` by the packed panel at index ``right``, tile by tile.
 
-    The sums overwrite ``c`` from index ``c_at`` on, or are added there if ``first`` is 0. While tiles of the product
-    are computed, parts of ``b`` are prefetched: ``ahead`` is the plan of :func:`next_panels`.
+    The block holds rows of the left operand, the panel columns of the right one, as many as a tile (what one loop
+    computes) has; both are packed: copied in the order in which tiles read them. The sums overwrite ``c`` from index
+    ``c_at`` on, or are added there if ``first`` is 0. While tiles of the product are computed, parts of ``b`` are
+    prefetched: ``ahead`` is the plan of :func:`next_panels`.
     """
     prefetch, further, tiles_left, mask, step, line = ahead
     row = 0
@@ -362,7 +364,7 @@ def tiles(
 def pack_left(a: Any, at: Any, step: Any, by_rows: Any, rows: Any, terms: Any, memory: Any, first: Any) -> None:
     """Copy ``rows`` rows of ``terms`` elements, from index ``at`` of ``a`` on, to index ``first`` of ``memory``.
 
-    The elements are stored in the order in which tiles read them.
+    The elements are stored in the order in which tiles (the parts of a product that one loop computes) read them.
     """
     row = 0
     while row < rows:
@@ -390,7 +392,7 @@ def pack_right(
     """Copy ``terms`` rows of ``columns`` elements, from index ``at`` of ``b`` on, to index ``right`` of ``memory``.
 
     If a tile of the product has more than ``columns`` columns, the others become 0. If rows of ``b`` are contiguous,
-    ``panels`` panels are copied together.
+    ``panels`` panels (each as many columns as a tile has) are copied together.
     """
     wide, packed = tile_columns(b.itemsize), 0
     if columns == wide and by_rows:
@@ -410,9 +412,9 @@ def pack_right(
 def pack_transposed(x: Any, at: Any, step: Any, count: Any, terms: Any, memory: Any, to: Any) -> Any:
     """Copy columns of ``count`` rows of ``terms`` elements, one after the other, to ``memory``; return how many.
 
-    Only as many columns are copied as fill whole vectors. ``count`` is the number of rows of a high tile, or the number
-    of columns of a tile. The rows left over from whole vectors are copied first, as a whole vector; the other rows then
-    overwrite the excess.
+    Only as many columns are copied as fill whole vectors. ``count`` is the number of rows of a high tile (the tile with
+    the most rows), or the number of columns of a tile. The rows left over from whole vectors are copied first, as a
+    whole vector; the other rows then overwrite the excess.
     """
     lanes = VECTOR // x.itemsize
     rest = count % lanes

@@ -35,6 +35,7 @@ _REGISTERS = {"avx512": (64, 12, 4, 1), "avx2": (32, 6, 4, 4), "neon": (16, 12, 
 def registers() -> tuple[int, int, int, int]:
     """Return for this CPU, from ``_REGISTERS``: bytes of a vector register, rows of high and low tiles, loop positions.
 
+    A tile is the part of a product that one loop computes; there are tiles with many and with few rows (high and low).
     The last number says how many positions of the inner axis one step of a tile's loop takes. On a CPU without fused
     multiply-adds all four numbers are 0.
     """
@@ -105,7 +106,7 @@ class SumsTile(Intrinsic):
     def _loop(self, write: _Vectors, a: Any, b: Any, depth: Any, ahead: tuple[Any, ...]) -> list[list[Any]]:
         """Write LLVM code for the loops over the inner axis; return the sums by row and vector register.
 
-        Steps of ``UNROLL`` positions prefetch one line each.
+        Each step of ``UNROLL`` positions prefetches one cache line.
         """
         sums = [[write.zeros] * _ACROSS for _ in range(self.rows)]
         position = write.number(0)
@@ -140,7 +141,7 @@ class SumsTile(Intrinsic):
 
 
 class RunsTile(Intrinsic):
-    """Compute sums of products of operands that lie in memory in runs, without packing, or go on with such sums.
+    """Compute sums of products of operands that lie in memory in runs (of successive positions), without packing.
 
     A tile has ``rows`` rows and as many columns as ``across`` vector registers have elements.
 
@@ -151,9 +152,10 @@ class RunsTile(Intrinsic):
     a_runs[a_first + r]`` of ``a``, that of the right one at ``b_at + b_runs[b_first + r]`` of ``b``. At position p,
     column j of the right operand is the element ``p * b_step + j`` from there. Row i of the left one is the element ``p
     + i * a_step`` if ``along`` is true (successive positions are neighbours in memory), else ``p * a_step + i``
-    (successive rows are). Each sum begins with element ``start_at + i * start_step + j`` of ``start``; terms are added
-    in ascending order, run after run. The sum of row i and column j overwrites the element ``c_at + i * c_step + j`` of
-    ``c`` for ``j < columns``. Elements of ``b`` and ``start`` are read for all columns of a tile.
+    (successive rows are). Each sum begins with element ``start_at + i * start_step + j`` of ``start`` (zeros, or sums
+    to go on with); terms are added in ascending order, run after run. The sum of row i and column j overwrites the
+    element ``c_at + i * c_step + j`` of ``c`` for ``j < columns``. Elements of ``b`` and ``start`` are read for all
+    columns of a tile.
     """
 
     arguments = 19
@@ -164,7 +166,7 @@ class RunsTile(Intrinsic):
         self.rows, self.along, self.across = rows, along, across
 
     def __call__(self, *args: Any) -> None:
-        """Raise NotImplementedError: without compiled code, NumPy convolves."""
+        """Raise NotImplementedError, because without compiled code NumPy computes the convolutions."""
         raise NotImplementedError
 
     def generate(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
@@ -403,7 +405,7 @@ def flat(x: Any) -> Any:
 
 #: Elements of a block: a block of all terms is added before the next one, so it stays in the cache.
 FOLD_BLOCK = 1 << 15
-#: Kernels that add as many terms in one pass.
+#: Kernels by the number of terms that they add in one pass.
 _KERNELS = {2: "add_two", 4: "add_four", 8: "add_eight"}
 
 

@@ -41,7 +41,7 @@ def high_word(value: Any) -> Any:
 
 
 def philox_round(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
-    """Return the counter words c0 to c3 after one round of Philox with the key words k0 and k1."""
+    """Return the words c0 to c3 of the counter after one round of Philox with the words k0 and k1 of the key."""
     a, b = _MULTIPLY_0 * c0, _MULTIPLY_1 * c2
     return (b >> _32) ^ c1 ^ k0, b & _LOW, (a >> _32) ^ c3 ^ k1, a & _LOW
 

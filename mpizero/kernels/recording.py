@@ -74,7 +74,7 @@ class Recording:
             function(*arguments)
 
     def memory(self, *others: Array) -> dict[int, int]:
-        """Return the sizes in bytes of the arrays that own memory which the calls use, by the array's ``id``.
+        """Return the sizes in bytes of the arrays that own the memory which the calls use, by the ``id`` of each array.
 
         Arrays that own the memory of ``others`` are left out.
         """
@@ -85,7 +85,10 @@ class Recording:
 
 
 def rebased_run(derived: Run, old: Run, new: Run) -> Run:
-    """Return the Run that a layer derives from the Run ``new``, given ``derived``, which it derived from ``old``."""
+    """Return the Run that a layer derives from the Run ``new``, given ``derived``, which it derived from ``old``.
+
+    A Run holds the step, the seed and the samples of a pass.
+    """
     first = new.first_sample + derived.first_sample - old.first_sample
     return replace(derived, seed=new.seed, step=new.step, epoch=new.epoch, first_sample=first)
 
@@ -149,7 +152,8 @@ class RecordedCall:
         scalars : sequence of Array
             Small arrays whose contents differ from call to call.
         written : callable
-            Returns the arrays that the function updates, which the proof copies.
+            Returns the arrays that the function updates; the trial of a new recording ([Note: proof of a recording])
+            copies them.
         """
         variant = next((one for one in self._variants if all(map(_same, operands, one.operands))), None)
         if variant is None:
@@ -191,7 +195,10 @@ class RecordedCall:
 
 @dataclass
 class _Variant:
-    """Hold the operands of calls, how many calls had them, and the recording, if there is one, with its scalars."""
+    """Hold the operands of calls, and how many calls had them; and the recording of these calls, if there is one.
+
+    ``scalars`` are the small arrays, with contents that differ from call to call, which the recording reads.
+    """
 
     operands: tuple[Any, ...]
     calls: int = 0
@@ -200,7 +207,10 @@ class _Variant:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tell whether two arrays, numbers or bytes are the same operand: arrays the same memory, in the same order."""
+    """Tell whether two arrays, numbers or bytes are the same operand.
+
+    Arrays are the same operand if they have the same memory, shape, strides and dtype.
+    """
     if one is other or type(one) is not type(other):
         return one is other
     if type(one) is not np.ndarray:

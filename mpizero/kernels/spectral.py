@@ -31,7 +31,7 @@ from mpizero.kernels.matmul_tile import HIGH, LOW, RunsTile, fold, tile_columns
 from mpizero.types import Array
 
 _high, _low, _one = (RunsTile(rows, along=True) for rows in (HIGH, LOW, 1))
-#: Tiles for few columns, of one vector register.
+#: Tiles of products with few columns: the columns of one vector register.
 _tall, _tall_low, _tall_one = (RunsTile(rows, along=True, across=1) for rows in (2 * HIGH, 2 * LOW, 1))
 #: Least number of multiplications of a thread's part.
 _WORTH_A_THREAD = 1 << 22
@@ -70,7 +70,11 @@ def axis_basis(period: int, modes: int, first: int, stop: int, last: bool, dtype
 
 
 def field_bases(periods: Sequence[int], modes: Sequence[int], box: Sequence[slice], dtype: np.dtype[Any]) -> Bases:
-    """Return the bases of the axes of a field, at the positions ``box``; by axis its period and its modes."""
+    """Return the bases (cosines and sines) of the axes of a field, at the positions ``box``.
+
+    ``periods``, ``modes`` and ``box`` have one entry for each axis of space, with the meaning that :func:`axis_basis`
+    gives them. Axes that the field does not have get a basis of a single 1.
+    """
     rows = enumerate(zip(periods, modes, box, strict=True), start=1)
     found = [axis_basis(n, k, part.start, part.stop, axis == len(modes), dtype) for axis, (n, k, part) in rows]
     one, two, three = [np.ones((1, 1), dtype)] * (3 - len(found)) + found
@@ -259,9 +263,10 @@ def products(
 
     A matrix begins at index ``*_at`` of its array; its rows are ``*_step`` elements apart. The sum of an element of the
     product begins with the element of the matrix ``start`` at the same place; or, if ``s_step`` is 0, the sums of every
-    tile begin with the same row of elements, from ``s_at`` on. ``none`` is [0]: each operand is one run, as
-    :class:`.RunsTile` calls it, with the distance 0. A tile may overlap the one before: some rows are computed twice,
-    with the same bits.
+    tile begin with the same row of elements, from ``s_at`` on. ``none`` is the array [0]: :class:`.RunsTile` can read
+    operands in several runs, each at a distance from the index ``*_at``; here each operand is one run, at the distance
+    0. A tile (the rows and columns that one call of it computes) may overlap the one before; then some rows are
+    computed twice, with the same bits.
     """
     wide, left = tile_columns(out.itemsize), 0
     while left < columns:
@@ -303,7 +308,7 @@ def products(
         left += width
 
 
-#: The only run of a product's operands.
+#: Distances of the runs of an operand that is a single run, see :class:`.RunsTile`.
 _NONE = np.zeros(1, np.int64)
 
 
@@ -317,13 +322,13 @@ def _in_parts(task: Callable[[slice], None], length: int, work: int) -> None:
 
 
 def _of_tile(x: Array, bases: Bases, box: list[list[int]]) -> tuple[Array, list[Array]]:
-    """Return a spatial tile of a field, and the bases at its positions."""
+    """Return a spatial tile of a field, and the bases (cosines and sines of each axis) at the tile's positions."""
     places = [slice(*pair) for pair in box]
     return x[(slice(None), *places)], [basis[:, place] for basis, place in zip(bases, places, strict=True)]
 
 
 def _transformed(x: Array, bases: Any) -> Array:
-    """Return the product of a field with the bases of its three axes, the last axis first, by NumPy."""
+    """Return the product of a field with the bases (cosines and sines) of its axes, the last axis first, by NumPy."""
     for axis in (3, 2, 1):
         x = np.moveaxis(np.tensordot(bases[axis - 1], x, (1, axis)), 0, axis)
     return x

@@ -136,12 +136,15 @@ class Grains:
         return tuple(slice(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size))
 
     def assigned(self, part: int, parts: int) -> range:
-        """Return the indices of the grains of worker ``part``, from 0, of ``parts``: one :class:`.Partition` shard."""
+        """Return the indices of the grains that worker ``part`` (from 0) of ``parts`` workers computes.
+
+        They are shard number ``part`` of a :class:`.Partition` of all grains; a worker is a rank that computes grains.
+        """
         shard = Partition(self.count, parts).shard(part)
         return range(shard.start, shard.stop)
 
     def samples_of(self, part: int, parts: int) -> slice:
-        """Return the samples of the grains that :meth:`assigned` returns, as a range of the global batch."""
+        """Return the samples of a worker's grains (see :meth:`assigned`), as a range of the global batch."""
         grains = self.assigned(part, parts)
         return slice(min(grains.start * self.size, self.samples), min(grains.stop * self.size, self.samples))
 
@@ -186,7 +189,10 @@ def node_blocks(grid: NodeOrder, count: int) -> list[range]:
 
 
 def max_dynamic_rows(grid: NodeOrder, count: int) -> int:
-    """Return the most rows (for partial sums) that a rank needs if ``count`` grains are scheduled dynamically."""
+    """Return the most rows (memory for a partial sum) that a rank needs if ``count`` grains are scheduled dynamically.
+
+    Each rank then takes some of its node's grains whenever it is free.
+    """
     sizes = zip(node_blocks(grid, count), grid.group_sizes, strict=True)
     return max(dynamic_rows(dynamic_parts(block, size), size, count) for block, size in sizes)
 

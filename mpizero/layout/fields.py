@@ -70,9 +70,10 @@ def tile_boxes(extents: tuple[int, ...]) -> tuple[Box, ...]:
 
 
 def tree_sum(values: Array, merge: Callable[[Array, Array], Array]) -> Array:
-    """Return the sum of the values on the first axis, a power of two, in the order of the binary tree.
+    """Return the sum of the values on the first axis, whose length is a power of two, in the order of the binary tree.
 
-    ``merge`` returns the sums of the pairs of values on the first axes of two arrays: ``numpy.add``, for example.
+    The tree is that of :mod:`.sum_tree`. ``merge`` takes the values with even and those with odd indices, and returns
+    the sum of each pair; it is ``numpy.add``, for example.
     """
     while len(values) > 1:
         values = merge(values[0::2], values[1::2])
@@ -102,10 +103,10 @@ class AxisPiece(NamedTuple):
 
 
 def inside(position: int, extent: int, mode: str) -> int | None:
-    """Return which position of an axis holds the value for ``position``, which may be outside; None if it is zero.
+    """Return which position of an axis has the value for ``position``, which may be outside; None if the value is 0.
 
-    ``mode`` says which values surround the axis: with "periodic" its own ones, repeated; with "reflect" its own ones,
-    in reverse order; with anything else zeros.
+    ``mode`` says which values surround the axis: with "periodic" the values of the axis, repeated; with "reflect" the
+    values of the axis in reverse order; with anything else zeros.
     """
     if 0 <= position < extent:
         return position
@@ -120,8 +121,9 @@ def inside(position: int, extent: int, mode: str) -> int | None:
 def axis_pieces(starts: tuple[int, ...], low: int, high: int, mode: str) -> tuple[AxisPiece, ...]:
     """Return which part of an axis has which of the positions ``low:high``; the parts begin at ``starts``.
 
-    The last number of ``starts`` is the extent of the axis. Positions outside of the axis have the values that ``mode``
-    says (:func:`inside`); positions whose value is zero are in no piece.
+    Each piece is a range of these positions that one part has. The last number of ``starts`` is the extent of the axis.
+    Positions outside of the axis have the values that ``mode`` says (:func:`inside`); positions whose value is zero are
+    in no piece.
     """
     found: list[AxisPiece] = []
     part, end = 0, len(starts) - 1
@@ -179,7 +181,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """The number of boxes."""
+        """The number of boxes: of ranks of the domain group."""
         return prod(self.parts)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
@@ -197,12 +199,12 @@ class Cut:
         return tuple(tuple(bounds(n, tiles)[i] for i in edge) for n, edge in zip(extents, edges, strict=True))
 
     def box(self, extents: Sequence[int], rank: int) -> Box:
-        """Return the box of positions that a rank has in a space with the given extents."""
+        """Return the box of positions (a slice for each axis) that a rank has in a space with the given extents."""
         found = zip(self.starts(extents), self.coordinates(rank), strict=True)
         return tuple(slice(starts[i], starts[i + 1]) for starts, i in found)
 
     def nodes(self, rank: int) -> tuple[TreeNode, ...]:
-        """Return the fewest nodes of the tree over all tiles that together cover a rank's tiles, in order."""
+        """Return the fewest nodes of the tree over all tiles that together are the sum of a rank's tiles, in order."""
         return self._nodes[rank]
 
     @cached_property

@@ -138,7 +138,7 @@ class Unit:
 
     @property
     def aliases(self) -> tuple[ParameterUse, ...]:
-        """The entries of this unit that use a parameter which was declared earlier (tied uses)."""
+        """Those of :attr:`entries` that use a parameter which was declared earlier (tied uses)."""
         return tuple(entry for entry in self.entries if entry.spec.tied is not None)
 
     @cached_property
@@ -418,7 +418,7 @@ class FlatLayout:
         return tuple(regions)
 
     def pieces(self, span: Span) -> Iterator[tuple[ParameterUse, Span]]:
-        """Yield each parameter that overlaps the range ``span`` of the flat array, and the range of the overlap."""
+        """Yield each parameter with elements in the range ``span`` of the flat array, and the range of these."""
         for entry in self.parameters[bisect_right(self._stops, span.start) :]:
             if entry.offset >= span.stop:
                 break
@@ -453,7 +453,11 @@ def _united(
 
 
 class _Builder:
-    """Lay out units one after the other; ``offset`` counts elements, ``known`` maps names to (declaration, offset)."""
+    """Lay out units one after the other; keep what has been laid out.
+
+    ``offset`` is the number of elements laid out so far; ``known`` maps the name of each parameter laid out so far to
+    its declaration and the index of its first element.
+    """
 
     def __init__(self) -> None:
         self.offset = 0
@@ -550,7 +554,10 @@ def value_at(tree: Any, name: str) -> Any:
 
 
 def united(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the entries of the nested dictionary ``second`` into ``first``, level by level, and return ``first``."""
+    """Put the entries of the nested dictionary ``second`` into ``first``, and return ``first``.
+
+    A dictionary that both have under the same key is united in the same way; another entry of ``first`` is replaced.
+    """
     for name, value in second.items():
         first[name] = united(first[name], value) if isinstance(first.get(name), dict) else value
     return first

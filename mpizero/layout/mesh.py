@@ -314,7 +314,10 @@ class NodeOrder:
     shard_groups: tuple[tuple[int, ...], ...]
 
     def leaves(self, count: int) -> Leaves:
-        """Return ``count`` parts of grains as leaves of the tree in which gradients are added. Not collective."""
+        """Return which leaves of the tree (in which gradients are added) ``count`` parts of grains are. Not collective.
+
+        A part of a grain is what one rank of a context group computes of it.
+        """
         return Leaves(count, self.context.size)
 
     @cached_property
@@ -339,22 +342,30 @@ class NodeOrder:
 
     @property
     def shard_group_ranks(self) -> tuple[int, ...]:
-        """The data ranks of the inter-node group that are in this rank's group of nodes, in the order of the group."""
+        """The data ranks of the inter-node group that are on this rank's group of nodes, in the order of the nodes.
+
+        A group of nodes is one of :attr:`shard_groups`.
+        """
         every, node = self.inter_node_ranks, self.nodes.index(self.node_ranks)
         return tuple(every[other] for other in next(group for group in self.shard_groups if node in group))
 
     @property
     def held_ranks(self) -> tuple[int, ...]:
-        """The data ranks whose shards of parameters this node keeps: :meth:`replicas_of` each of the node's ranks."""
+        """The data ranks whose shards of parameters this node keeps.
+
+        They are, for each rank of the node, the rank itself and those with the same shard (:meth:`replicas_of`).
+        """
         return tuple(other for rank in self.node_ranks for other in self.replicas_of(rank))
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """The data ranks that keep the same shards of parameters as this rank: one in each group of nodes."""
+        """The data ranks that keep the same shards of parameters as this rank: one in each of :attr:`shard_groups`."""
         return self.replicas_of(self.data.rank)
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
-        """Return the data ranks that hold the same shard as data rank ``rank``: one in each group of nodes, in order.
+        """Return the data ranks that hold the same shard as data rank ``rank``: one in each of :attr:`shard_groups`.
+
+        They are in the order of these groups.
 
         Not collective.
         """
@@ -362,7 +373,7 @@ class NodeOrder:
 
     @cached_property
     def _replicas(self) -> dict[int, tuple[int, ...]]:
-        """For each data rank, the data ranks that keep the same shards: one in each group of nodes."""
+        """For each data rank, the data ranks that keep the same shards: one in each of :attr:`shard_groups`."""
         places = (
             zip(*(self.nodes[node] for node in place), strict=True) for place in zip(*self.shard_groups, strict=True)
         )

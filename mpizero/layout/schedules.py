@@ -316,7 +316,7 @@ def _alternate(ahead: int, forwards: list[Instruction], backwards: list[Instruct
 
 
 def fuse(program: Iterable[Instruction], stage_of: tuple[int, ...]) -> Iterator[Instruction]:
-    """Yield a stage's program with whole backward passes in place of pairs of halves that gain no time.
+    """Yield a stage's instructions with whole backward passes in place of pairs of halves that gain no time.
 
     An input half and the weight half that directly follows it become one backward pass if no other stage waits for the
     input gradient: if the chunk is the first of the model, or if the previous chunk is on the same stage. ``stage_of``
@@ -694,9 +694,9 @@ def _check_retirement(schedule: Schedule) -> None:
 def _run(schedule: Schedule, costs: Costs, present: int) -> tuple[tuple[TimedInstruction, ...], ...]:
     """Compute the start and end of every instruction; return them for every stage, in order.
 
-    Each stage in turn runs instructions until it has to wait; this is repeated until the programs of all stages have
-    ended. If no stage can run before then, raise :class:`ScheduleError`. Instructions of micro-batches from number
-    ``present`` on take no time.
+    Each stage in turn runs instructions until it has to wait; this is repeated until all stages have run all of their
+    instructions. If no stage can run before then, raise :class:`ScheduleError`. Instructions of micro-batches from
+    number ``present`` on take no time.
     """
     ends: dict[Instruction, float] = {}
     events: list[list[TimedInstruction]] = [[] for _ in schedule.programs]

@@ -61,7 +61,7 @@ def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[in
     one with the least sum of the squared costs of the stages is taken; if there are still several, the one whose most
     expensive chunk is the cheapest. If there are at most ``EXHAUSTIVE`` ways to cut, all are compared. If there are
     more, the search starts from the result of :func:`balanced_cuts` and moves one or two cuts by one item as long as
-    the result gets better; it may then miss the best one. Every process finds the same cuts.
+    the result gets better; the search may then miss the best result. Every process finds the same cuts.
 
     Parameters
     ----------
@@ -108,7 +108,10 @@ def balanced_chunks(costs: Sequence[float], stage_of: Sequence[int]) -> tuple[in
 
 
 def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield all cuts made from ``cuts`` by moving one or two inner indices up or down by 1 without an empty chunk."""
+    """Yield all cuts made from ``cuts`` by moving one or two inner indices up or down by 1 without an empty chunk.
+
+    ``cuts`` holds the index of each chunk's first item, and the number of items at its end.
+    """
     borders = range(1, len(cuts) - 1)
     moves = [((border, by),) for border in borders for by in (-1, 1)]
     pairs = [(*first, *second) for first, second in combinations(moves, 2) if first[0][0] != second[0][0]]
@@ -121,7 +124,7 @@ def _moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def explicit_cuts(cuts: Sequence[int], items: int, parts: int) -> tuple[int, ...]:
-    """Check the cuts between parts that a user gave, and return them with 0 at the start and ``items`` at the end.
+    """Check the cuts (first items of parts) that a user gave, and return them with 0 before and ``items`` after them.
 
     Parameters
     ----------
@@ -196,9 +199,10 @@ def _integers(costs: Sequence[float]) -> list[int]:
 def _smallest_maximum(sums: Sequence[int], parts: int) -> int:
     """Return the least possible cost of the most expensive part when items are cut into ``parts`` parts.
 
-    ``sums`` are the cumulative costs, from 0. The function finds, by bisection, the smallest bound with which at most
-    ``parts`` parts are needed if each part takes items up to the bound. If fewer parts are needed, a part can be cut
-    further, which does not make the most expensive part more expensive, because no cost is negative.
+    ``sums[i]`` is the total cost of the first i items. The function finds, by bisection, the smallest bound with which
+    at most ``parts`` parts are needed if each part takes items as long as its cost is not above the bound. If fewer
+    parts are needed, a part can be cut further, which does not make the most expensive part more expensive, because no
+    cost is negative.
     """
     items = len(sums) - 1
     low = max(b - a for a, b in pairwise(sums))
@@ -216,7 +220,8 @@ def _smallest_maximum(sums: Sequence[int], parts: int) -> int:
 def _most_even(sums: Sequence[int], parts: int, bound: int) -> tuple[int, ...]:
     """Return the cuts with the least sum of the squared costs of the parts, where no part costs more than ``bound``.
 
-    ``sums`` are the cumulative costs, from 0.
+    ``sums[i]`` is the total cost of the first i items. A cut is the index of a part's first item; the number of items
+    is returned after the cuts.
     """
     items = len(sums) - 1
     best = [0, *[-1] * items]  # best[n]: least sum of squares when the first n items are cut; -1 if they cannot be

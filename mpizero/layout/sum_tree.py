@@ -37,12 +37,12 @@ class TreeNode(NamedTuple):
     position: int
 
     def leaves(self, total: int) -> range:
-        """Return the indices of the leaves whose sum this node is, in a tree of ``total`` leaves."""
+        """Return the indices of the leaves (of grains, say) whose sum this node is, in a tree of ``total`` leaves."""
         return range(self.position << self.level, min((self.position + 1) << self.level, total))
 
 
 def cover(start: int, stop: int, total: int) -> tuple[TreeNode, ...]:
-    """Return, in order, the fewest nodes that together cover leaves ``start:stop`` of a tree of ``total`` leaves."""
+    """Return, in order, the fewest nodes of a tree of ``total`` leaves that together sum leaves ``start:stop``."""
     nodes: list[TreeNode] = []
     while start < stop:
         level = 0
@@ -74,12 +74,15 @@ class Leaves:
 
     @classmethod
     def of(cls, total: int | Leaves) -> Leaves:
-        """Return ``total``, which may be a number of leaves without parts, as an object of this class."""
+        """Return ``total`` as an object of this class; a number counts grains that are computed in one part each."""
         return total if isinstance(total, Leaves) else cls(total)
 
     @cached_property
     def wide(self) -> int:
-        """The number of leaves of a grain's subtree."""
+        """The number of leaves of a grain's subtree (the part of the tree that adds the grain's parts).
+
+        Missing leaves count, too.
+        """
         return 1 << (self.parts - 1).bit_length()
 
     def number(self, part: int) -> int:
@@ -88,16 +91,19 @@ class Leaves:
 
     @cached_property
     def end(self) -> int:
-        """The index after that of the last leaf."""
+        """The index after that of the last leaf of the tree."""
         return self.number(self.count - 1) + 1 if self.count else 0
 
     def missing(self, leaf: int) -> bool:
-        """Tell whether a leaf does not exist; then the leaves after it in the grain's subtree do not exist, either."""
+        """Tell whether the tree has no leaf of index ``leaf``.
+
+        There is none after the last part of a grain in the grain's subtree, and none after the last part of all grains.
+        """
         return leaf >= self.end or leaf % self.wide >= self.parts
 
 
 def _climb(node: TreeNode, leaves: Leaves) -> TreeNode:
-    """Return the highest node of a tree that has the same value as ``node``.
+    """Return the highest node of the tree that is the sum of the same leaves as ``node``.
 
     A parent has the value of its left child if it has no right child.
     """
@@ -118,7 +124,8 @@ def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int | Leaves) -> tup
     Parameters
     ----------
     nodes : iterable of (TreeNode, program)
-        Nodes without common leaves, each with the program that computes its value (see the note on tree programs).
+        Nodes without common leaves, each with the program (which rows to add in which order, see [Note: tree programs])
+        that computes its value.
     total : int or Leaves
         The leaves of the whole tree, or their number.
 
@@ -138,7 +145,10 @@ def merge(nodes: Iterable[tuple[TreeNode, Program]], total: int | Leaves) -> tup
 
 
 def evaluate(program: Program, values: Sequence[float] | Array) -> float:
-    """Return the sum that a tree program computes if row v is the number ``values[v]``; an empty program gives 0."""
+    """Return the sum that a program computes if row v is the number ``values[v]``; an empty program gives 0.
+
+    A program says which rows to add in which order, see [Note: tree programs].
+    """
     stack: list[float] = []
     for v in program:
         if v >= 0:
@@ -153,7 +163,10 @@ def evaluate(program: Program, values: Sequence[float] | Array) -> float:
 
 @cache
 def leaves_program(count: int) -> Program:
-    """Return the program that sums rows 0 to ``count`` - 1 as the leaves of a tree; an empty one if ``count`` is 0."""
+    """Return the program (which rows to add in which order) that sums rows 0 to ``count`` - 1 as the leaves of a tree.
+
+    The program is empty if ``count`` is 0.
+    """
     merged = merge(((TreeNode(0, row), (row,)) for row in range(count)), count)
     return merged[0][1] if merged else ()
 
@@ -193,7 +206,7 @@ class FoldPlan:
 
     @property
     def uses_scratch(self) -> bool:
-        """Tell whether a rank writes some grain's gradient to the scratch array, instead of a row of its own."""
+        """Tell whether some grain's gradient gets no row of its own, so that the rank writes it to a scratch array."""
         return any(fold.row is None for fold in self.folds)
 
 
@@ -224,7 +237,10 @@ class Folding:
         self._leaves, self._limit = Leaves.of(total), limit
 
     def add(self, grain: int) -> FoldStep:
-        """Return the rows to which the gradient of the next grain, in ascending order, is written and then added."""
+        """Return the rows to which the gradient of ``grain`` is written and then added.
+
+        Grains are passed in ascending order. A row is memory for one gradient or partial sum.
+        """
         taken = {row for _, row in self.sums}
         node, targets = _climb(TreeNode(0, self._leaves.number(grain)), self._leaves), list[int]()
         while node.position % 2 and self.sums and self.sums[-1][0] == TreeNode(node.level, node.position - 1):
@@ -240,8 +256,8 @@ class Folding:
 def fold_plan(grains: Iterable[int], total: int | Leaves, *, limit: int | None = None) -> FoldPlan:
     """Plan how one rank sums the gradients of ``grains``, ascending indices below ``total``, by :class:`Folding`.
 
-    Only neighbours in the tree can be added. So consecutive grains need few rows, and grains that are separated by
-    grains of other ranks need one row each.
+    Only neighbours in the tree can be added. So consecutive grains need few rows (memory for one gradient or partial
+    sum), and grains that are separated by grains of other ranks need one row each.
     """
     folding = Folding(total, limit)
     folds = tuple(folding.add(grain) for grain in grains)
@@ -249,14 +265,14 @@ def fold_plan(grains: Iterable[int], total: int | Leaves, *, limit: int | None =
 
 
 class Merge(NamedTuple):
-    """Describe one sum of a round: an owner of gradients executes ``program`` and writes its value to a stack row.
+    """Describe one sum of a round: an owner of gradients executes ``program`` and writes the sum to a stack row.
 
     Attributes
     ----------
     row : int
         Index of the stack row (a row of the owner that keeps a partial sum from round to round).
     program : tuple of int
-        The program, as the note on tree programs defines it.
+        Which rows to add in which order, see [Note: tree programs].
     """
 
     row: int
@@ -276,8 +292,9 @@ class Round:
     grains : tuple of int or None
         The grain of each worker; None for a worker without a grain in this round.
     group_programs : tuple of tuple of program
-        For each group, the programs that compute the partial sums that it sends, one program for each. In these
-        programs row w is the gradient of the group's worker w. With a single group there are no programs.
+        For each group, one program (which rows to add in which order, see [Note: tree programs]) for each partial sum
+        that the group sends. In these programs row w is the gradient of the group's worker w. With a single group there
+        are no programs.
     merges : tuple of Merge
         The sums that every owner computes from the arriving rows and its stack rows. In their programs, rows below
         ``arrivals`` are the rows that have arrived: the partial sums of the first group in order, then those of the
@@ -337,13 +354,14 @@ def _arrivals(
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]], int]:
     """Return the sums that the groups compute in a round, and the rows that then arrive at the owners.
 
-    ``grains`` are the grains of all workers in this round, and ``groups[i]`` is the number of workers of group i.
+    ``grains`` are the grains of all workers in this round (None for a worker without a grain), and ``groups[i]`` is the
+    number of workers of group i. An owner is a rank that owns a shard of the gradients.
 
     Returns
     -------
     tuple
-        The programs of each group; the nodes whose values arrive at an owner, each with the program that reads its row;
-        and the number of arriving rows.
+        For each group, the programs (which rows to add in which order) of the sums that it sends; the tree nodes whose
+        values arrive at an owner, each with the program that reads its row; and the number of arriving rows.
     """
     leaves: list[list[tuple[TreeNode, Program]]]
     leaves = [
@@ -364,7 +382,11 @@ def _cut(items: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
 def _sent(
     groups: Iterable[Iterable[tuple[TreeNode, Program]]], total: int | Leaves
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]]]:
-    """Return the programs by which each group sums its nodes, and the nodes that all groups send, with their rows."""
+    """Return the programs by which each group sums its nodes of the tree, and the nodes that all groups send.
+
+    A program says which rows to add in which order. Each node that is sent comes with the program that reads it: the
+    index of its row among the rows of all groups.
+    """
     sums = [merge(nodes, total) for nodes in groups]
     programs = tuple(tuple(program for _, program in group) for group in sums)
     return programs, [(node, (row,)) for row, (node, _) in enumerate(chain.from_iterable(sums))]
@@ -375,8 +397,12 @@ def _choose_rows(
 ) -> tuple[list[tuple[TreeNode, int]], tuple[Merge, ...]]:
     """Choose a stack row for every node of ``merged``: a stack row that the node's program reads, or else a free one.
 
-    ``free`` lists the free stack rows. Row ``arrivals + r`` in a program is stack row r. Return the nodes with their
-    stack rows, and the sums that write these rows (a node whose value is already in its stack row needs no sum).
+    A stack row is memory in which the owner of gradients keeps a partial sum from round to round. A program says which
+    rows to add in which order: its rows below ``arrivals`` are those that arrive from workers in this round, and its
+    row ``arrivals + r`` is stack row r.
+
+    ``free`` lists the free stack rows. Return the nodes with their stack rows, and the sums that write these rows (a
+    node whose value is already in its stack row needs no sum).
     """
     stack, merges = [], []
     for node, program in merged:
@@ -406,8 +432,9 @@ class RowsPlan:
     rows : int
         Number of rows that every worker allocates: the most that any worker uses.
     group_programs : tuple of tuple of program
-        For each group, the programs that compute the partial sums that it sends, one program for each. In these
-        programs row ``w * rows + r`` is row r of the group's worker w. With a single group there are no programs.
+        For each group, one program (which rows to add in which order, see [Note: tree programs]) for each partial sum
+        that the group sends. In these programs row ``w * rows + r`` is row r of the group's worker w. With a single
+        group there are no programs.
     root : program
         The program that computes the sum of all grains from the partial sums that the groups have sent. With a single
         group it computes the sum from the rows of the workers, numbered as in ``group_programs``.

@@ -127,10 +127,11 @@ def part_rows(part: Part) -> PartRows:
 
 
 def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
-    """Return, for each tile of a parameter that a rank holds, which elements of each row of the local array form it.
+    """Return, for each tile of a parameter that a rank holds, which elements of each row of the rank's array form it.
 
-    In each :class:`PartRows` returned, the "whole parameter" is the local array, and the "part" is the tile. A
-    parameter without tiles is one tile, the whole local array.
+    In each :class:`PartRows` returned, the "whole parameter" is the rank's array, and the "part" is the tile. A row is
+    the elements that have the same indices on all axes before the split axis. A parameter without tiles is one tile,
+    the rank's whole array.
     """
     part = spec.part
     if part is None or not part.tiles:
@@ -140,7 +141,7 @@ def tile_rows(spec: ParameterSpec) -> tuple[PartRows, ...]:
 
 
 def local_ranges(ranges: Ranges, local: Ranges) -> Ranges:
-    """Return what ``ranges`` and ``local`` have in common, as ranges of the concatenation of ``local``."""
+    """Return what ``ranges`` and ``local`` have in common, as ranges of positions in the concatenation of ``local``."""
     before = list(accumulate((stop - start for start, stop in local), initial=0))
     return tuple(
         (max(low, start) - start + first, min(high, stop) - start + first)
@@ -151,7 +152,10 @@ def local_ranges(ranges: Ranges, local: Ranges) -> Ranges:
 
 
 def elements_within(rows: PartRows, start: int, stop: int) -> range:
-    """Return the range of a part's elements that are among elements ``start:stop`` of the whole parameter."""
+    """Return the range of a part's elements that are among elements ``start:stop`` of the whole parameter.
+
+    ``rows`` says which elements of each row of the whole parameter belong to the part.
+    """
     return range(_elements_before(rows, start), _elements_before(rows, stop))
 
 
@@ -164,6 +168,8 @@ def _elements_before(rows: PartRows, index: int) -> int:
 
 def _join(runs: list[PartRun], run: PartRun) -> None:
     """Append ``run`` to ``runs``, or lengthen the last run if ``run`` follows it in the whole parameter without a gap.
+
+    A run is elements that are contiguous in the whole parameter and in the part.
 
     A run without elements is not appended.
     """
@@ -207,7 +213,8 @@ def part_runs(part: Part, shape_local: Sequence[int], start: int, stop: int) -> 
 def row_runs(rows: PartRows, start: int, stop: int) -> Iterator[PartRun]:
     """Cut elements ``start:stop`` of a part into the longest runs that are contiguous in the whole parameter.
 
-    The part is given by ``rows``: which elements of each row belong to it. :func:`part_runs` takes a :class:`Part`.
+    ``rows`` describes the part: it says which elements of each row (elements that have the same indices on all axes
+    before the split axis) belong to the part. :func:`part_runs` takes a :class:`Part` instead.
     """
     if start == stop:
         return

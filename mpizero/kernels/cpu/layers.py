@@ -54,7 +54,7 @@ SCRATCH = FOLD + BLOCK
 
 
 def fold_sum(x: Any, fold: Any) -> Any:
-    """Return the sum of at most ``BLOCK`` elements ``x``; ``fold`` is temporary memory of ``FOLD`` elements."""
+    """Return the sum of ``x``, of at most ``BLOCK`` elements; ``fold`` is temporary memory of ``FOLD`` elements."""
     T = x.dtype.type  # noqa: N806
     h = x.size >> 3
     for j in range(h):

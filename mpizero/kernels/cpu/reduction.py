@@ -41,9 +41,9 @@ _is_finite = formulas.is_finite
 
 
 def _halve(source: Array, target: Array, count: int) -> int:
-    """Write the next higher level of the tree to ``target``, from the first ``count`` nodes in ``source``.
+    """Write a level of the tree to ``target``: the sums of neighbours among the first ``count`` numbers in ``source``.
 
-    Return the number of nodes of the higher level.
+    A last number without a neighbour is copied. Return how many numbers were written.
     """
     pairs = count // 2
     for i in range(pairs):
@@ -55,9 +55,9 @@ def _halve(source: Array, target: Array, count: int) -> int:
 
 
 def _top(even: Array, odd: Array, count: int) -> Any:
-    """Return the sum of the first ``count`` nodes in ``even``, in the order of the tree.
+    """Return the sum of the first ``count`` numbers in ``even``, in the order of the tree.
 
-    ``even`` and ``odd`` are overwritten by the levels of the tree in turn.
+    ``even`` and ``odd`` are overwritten in turn, by the sums of one level of the tree after the other.
     """
     while True:
         if count == 1:
@@ -82,10 +82,10 @@ def _merge(pending: Array, blocks: int, value: float) -> None:
 
 
 def _collect(pending: Array, blocks: int, value: float, has_value: bool) -> float:
-    """Return the sum of all nodes in the binary counter, added from the smallest node (the last blocks) on.
+    """Return the sum of all nodes (sums of blocks) in the binary counter, added from the smallest (the last blocks) on.
 
-    ``pending[k]`` is a node if bit k of ``blocks`` is set. If ``has_value``, the sum starts with ``value``, the sum of
-    an incomplete block after the others.
+    ``pending[k]`` is a node, the sum of 2**k blocks, if bit k of ``blocks`` is set. If ``has_value``, the sum starts
+    with ``value``, the sum of an incomplete block after the others.
     """
     level = 0
     while blocks:

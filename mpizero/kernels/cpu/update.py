@@ -139,15 +139,19 @@ def _round(x: Array) -> None:
 
 
 def _adds_last(program: Array) -> bool:
-    """Tell whether a program ends with an addition, which is then left to the loop that uses the sum."""
+    """Tell whether a program ends with an addition, which is then left to the loop that uses the sum.
+
+    A program says which rows to add in which order.
+    """
     return program.size > 1 and program[program.size - 1] != ROUND
 
 
 def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> None:
-    """Execute a program on ``count`` columns, but leave out its last addition, or its only instruction, a push.
+    """Add rows by a program, in ``count`` columns, but leave out an addition that is the program's last instruction.
 
-    Programs are described in the docstring of the module. ``scratch`` holds the stack. A push and the addition that
-    directly follows it are done in one loop.
+    A program says which rows to add in which order, see the docstring of the module; if it has only one row, nothing is
+    done. ``scratch`` holds the stack of partial sums. The push of a row and the addition that directly follows are done
+    in one loop.
     """
     last, step, top = program.size - 1, 0, -1
     if program[last] == ROUND:
@@ -176,16 +180,19 @@ def _fold(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Arr
 
 
 def _left(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the left operand of the sum's last addition; if there is none, of the whole sum."""
+    """Return ``count`` elements of the left operand of a program's last addition, which :func:`_fold` leaves out.
+
+    If the program ends without an addition, the elements are those of the whole sum.
+    """
     if program.size <= 2:
         return _row(rows_a, first_a, rows_b, first_b, program[0], count)
     return _level(scratch, 0, count)
 
 
 def _right(rows_a: Array, first_a: int, rows_b: Array, first_b: int, program: Array, scratch: Array, count: int) -> Any:
-    """Return ``count`` elements of the right operand of the sum's last addition.
+    """Return ``count`` elements of the right operand of a program's last addition, which :func:`_fold` leaves out.
 
-    If there is none (:func:`_adds_last`), return some array, which must not be read.
+    If the program ends without an addition (:func:`_adds_last`), return some array, which must not be read.
     """
     code = program[program.size - 1]
     if code <= -2 and code != ROUND:
@@ -228,7 +235,7 @@ def tree_sum(
 
 
 def _gradient(total: Any, i: int) -> Any:
-    """Return element i of the averaged gradient: do the program's last addition, then divide.
+    """Return element i of the averaged gradient: do the last addition of the sum of gradients, then divide.
 
     ``total`` is (first operand, second operand, whether there is an addition, divisor).
     """
@@ -378,7 +385,7 @@ def _largest(values: Array, residual: Array) -> Any:
 
 @kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+    """Round ``values + residual`` to ``codes``, integers of 8 bits, and write the rounding errors to ``residual``.
 
     A code is an integer from -127 to 127, and ``code * scale`` is the rounded value. Each block of
     ``COMPRESSION_BLOCK`` consecutive values has one scale. If a block has a value that is infinite or NaN, its scale

@@ -54,7 +54,7 @@ def _plus(a: Any, b: Any) -> Any:
 
 
 def _block_fold(joined: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that combines ``value`` of all threads of a block, pairwise by ``joined``; all get the result.
+    """Make a function that combines ``value`` of all threads of a block, pairwise by ``joined``, for all threads.
 
     All threads of the block must call the function. ``shared`` is shared memory of ``MOST_THREADS`` elements.
     """

@@ -31,7 +31,7 @@ from mpizero.types import Array
 
 
 def _largest_and_total(logits: Array, row: int, shared: Array) -> tuple[Any, Any]:
-    """Return the largest logit of a row, and the sum over its classes of exp(logit - largest), in all threads."""
+    """Return, to all threads, the largest logit of a row, and the sum over the row of exp(logit - largest)."""
     T = logits.dtype.type  # noqa: N806
     first, classes, step = cuda.threadIdx.x, logits.shape[1], cuda.blockDim.x
     largest = T(-math.inf)

@@ -38,9 +38,10 @@ _is_finite = formulas.is_finite
 
 
 def _range_of(firsts: Array, node: int) -> int:
-    """Return the index k of the range that a node belongs to: ``firsts[k] <= node < firsts[k + 1]``.
+    """Return the index k of the range that a node (a sum of some of its elements) belongs to.
 
-    ``firsts`` holds the index of the first node of each range, and at the end the count of all nodes.
+    The node's index is at least ``firsts[k]`` and below ``firsts[k + 1]``: ``firsts`` holds the index of the first node
+    of each range, and at the end the count of all nodes.
     """
     low, high = 0, firsts.size - 1
     while high - low > 1:
@@ -66,9 +67,9 @@ def _push(stack: Array, count: int, value: float) -> None:
 
 
 def _collect(stack: Array, count: int) -> float:
-    """Return the sum of all nodes in a binary counter of ``count`` > 0 elements, added from the smallest node on.
+    """Return the sum of all nodes (partial sums) in a binary counter of ``count`` > 0 elements, smallest node first.
 
-    ``stack[k]`` is a node if bit k of ``count`` is set.
+    ``stack[k]`` is a node, the sum of 2**k elements, if bit k of ``count`` is set.
     """
     level = 0
     while not count & 1:
@@ -104,7 +105,9 @@ def _product_nodes(x: Array, y: Array, starts: Array, stops: Array, firsts: Arra
 
 @kernel("void(const f8[::1], const i8[::1], const i8[::1], const i8[::1], f8[::1])")
 def _sum_nodes(x: Array, starts: Array, stops: Array, firsts: Array, nodes: Array) -> None:
-    """Write the sum of each tile of ``x``, the nodes of the level below, to ``nodes``.
+    """Write the sum of each tile of ``x`` to ``nodes``.
+
+    ``x`` holds the nodes (partial sums) of one level of the tree, and ``nodes`` gets those of the next level.
 
     Range k is ``starts[k]:stops[k]``, cut into tiles of ``TILE`` elements (fewer at its end). Node ``firsts[k] + j`` is
     the sum of tile j of range k.

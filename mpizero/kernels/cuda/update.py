@@ -93,9 +93,10 @@ def _element(rows_a: Array, a: int, rows_b: Array, b: int, row: int) -> Any:
 
 
 def _fold(rows_a: Array, a: int, rows_b: Array, b: int, program: Array, stack: Array) -> Any:
-    """Execute a program on column a of ``rows_a``, continued by column b of ``rows_b``; return the sum.
+    """Add rows by a program, in column a of ``rows_a`` and column b of ``rows_b``; return the sum.
 
-    Programs are described in the docstring of ``kernels/cpu/update.py``.
+    A program says which rows to add in which order, see the docstring of ``kernels/cpu/update.py``. The rows of
+    ``rows_b`` are numbered after those of ``rows_a``.
     """
     top = -1
     for step in range(program.size):
@@ -127,7 +128,8 @@ def tree_sum(
 ) -> None:
     """Sum rows in the order of ``program``, and write the sum, divided by ``divisor[0]``, to ``out[start:stop]``.
 
-    The arguments are those of :func:`mpizero.kernels.cpu.update.tree_sum`.
+    A program says which rows to add in which order. The arguments are those of
+    :func:`mpizero.kernels.cpu.update.tree_sum`.
     """
     stack = cuda.local.array(DEPTH, out.dtype)
     by = divisor[0]
@@ -263,7 +265,7 @@ _code_of = formulas.code_of
 
 @kernel("void(const f4[::1], f4[::1], f4[::1], i1[::1])")
 def int8_encode(values: Array, residual: Array, scales: Array, codes: Array) -> None:
-    """Round ``values + residual`` to ``codes`` with ``scales``, and write the rounding errors to ``residual``.
+    """Round ``values + residual`` to ``codes``, integers of 8 bits, and write the rounding errors to ``residual``.
 
     The arguments are those of :func:`mpizero.kernels.cpu.update.int8_encode`.
     """
@@ -325,9 +327,9 @@ def _count_tiles(values: Array, threshold: int, more: Array, equal: Array) -> No
 def _collect(residual: Array, threshold: int, starts: Array, allowed: Array, indices: Array, largest: Array) -> None:
     """Move the values of largest magnitude from ``residual`` to ``largest``, and their indices to ``indices``.
 
-    The values in tile t with a magnitude above ``threshold``, and the first ``allowed[t]`` with a magnitude equal to
-    ``threshold``, are moved to the elements of the outputs from index ``starts[t]`` on. Moved values become 0 in
-    ``residual``. ``threshold`` is the bits of a magnitude.
+    The values in tile t (``TILE`` consecutive values) with a magnitude above ``threshold``, and the first
+    ``allowed[t]`` with a magnitude equal to ``threshold``, are moved to the elements of the outputs from index
+    ``starts[t]`` on. Moved values become 0 in ``residual``. ``threshold`` is the bits of a magnitude.
     """
     for tile in range(cuda.grid(1), starts.size, cuda.gridsize(1)):
         position, left = starts[tile], allowed[tile]
