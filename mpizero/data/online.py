@@ -27,6 +27,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,15 @@ from mpizero.checkpoint.format import read_regular
 from mpizero.comm import Communicator, Request, as_communicator
 from mpizero.comm.agreement import agree_equal, all_ranks
 from mpizero.data.source import WHOLE, Slab, check_samples
-from mpizero.errors import ArgumentError, CheckpointError, ConfigError, DataError, StateError
+from mpizero.errors import (
+    ArgumentError,
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    DataError,
+    PeerFailure,
+    StateError,
+)
 from mpizero.guard.reports import describe_error
 from mpizero.layout.batch import Grains
 from mpizero.types import Array
@@ -519,16 +528,18 @@ class OnlineSource:
     def _on_rank_0(self, function: Callable[[], T]) -> T | None:
         """Call ``function`` on rank 0 and return its result on all ranks; if it raises, all ranks raise. Collective.
 
-        If ``function`` raises an error, the producers are told that the training has ended.
+        If ``function`` raises an error, the producers are told that the training has ended, after the trainers: a
+        producer that has failed then ends, and may end the job.
         """
         result = None
-        with all_ranks(self.comm, "online"):
-            if self.comm.rank == 0:
-                try:
-                    result = function()
-                except BaseException:
-                    self._local_receiver.stop()
-                    raise
+        try:
+            with all_ranks(self.comm, "online"):
+                result = function() if self.comm.rank == 0 else None
+        except BaseException:
+            if self._receiver is not None:
+                with suppress(CollectiveError, PeerFailure):  # of producers that have ended already
+                    self._receiver.stop()
+            raise
         broadcast: T | None = self.comm.broadcast_object(result, tag="online")
         return broadcast
 

@@ -316,10 +316,11 @@ class _Vectors:
         self.builder.store(vector, self.builder.bitcast(pointer, vector.type.as_pointer()), align=self.itemsize)
 
     def loop(self, stop: Any, count: int, position: Any, sums: list[list[Any]]) -> tuple[Any, list[list[Any]], Any]:
-        """Begin a loop whose steps take ``count`` positions each, from ``position`` on, while so many are left.
+        """Emit the begin of a loop whose steps take ``count`` positions each, from ``position`` on, up to ``stop``.
 
-        Return the step's position, the sums at its begin, and a function. The function is called with the sums at the
-        step's end; it ends the loop, and returns the position and the sums after it.
+        Return variables of the emitted code, the position of a step and the ``sums`` before it, and a function that
+        emits the end of the loop. It is called with the sums after the step, and returns the variables that hold the
+        position and the sums after the loop.
         """
         builder, function = self.builder, self.builder.function
         before, head, body, after = builder.basic_block, *(function.append_basic_block("tile") for _ in range(3))

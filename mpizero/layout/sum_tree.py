@@ -361,7 +361,8 @@ def _arrivals(
     -------
     tuple
         For each group, the programs (which rows to add in which order) of the sums that it sends; the tree nodes whose
-        values arrive at an owner, each with the program that reads its row; and the number of arriving rows.
+        values arrive at an owner, each with the number of its arriving row, as a program of one row; and the number of
+        arriving rows.
     """
     leaves: list[list[tuple[TreeNode, Program]]]
     leaves = [

@@ -208,7 +208,10 @@ class Engine(PlacedModel):
         return self.bound_updater
 
     def recordings(self) -> dict[str, str]:
-        """Say how the last step's passes and its update were computed; see ``ModelMetadata.recordings``."""
+        """Say whether kernels were repeated from recordings in the last step: of each block's passes, and the update.
+
+        See ``ModelMetadata.recordings``.
+        """
         update = {} if self.updater is None else {"update": self.updater.computed_by}
         return self.runner.blocks.status() | update
 

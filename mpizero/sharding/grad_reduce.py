@@ -1195,7 +1195,10 @@ class GradientExchange(ExactExchange):
         return [part for peer, part in enumerate(bounds) if peer != self.comm.rank]
 
     def finish(self, *, updated: bool) -> None:
-        """End a step; if it has ``updated`` the parameters, its copy of the residuals replaces them. Not collective."""
+        """End a step: keep the residuals that it has computed, if it has ``updated`` the parameters. Not collective.
+
+        Otherwise the residuals (what compression has left out of messages) stay those from before the step.
+        """
         if not updated or not self._divisor:
             return
         for part in self._partial_sums if self.feedback else ():

@@ -113,7 +113,10 @@ class Shard:
 
     @cached_property
     def gradient_kinds(self) -> tuple[tuple[Span, bool], ...]:
-        """Ranges of the concatenated owned gradients; for each, whether its elements belong to averaged parameters."""
+        """Ranges of the concatenated owned gradients, each with True if it holds new values that samples average.
+
+        Such values, running means for one, stand in the place of gradients; see :attr:`FlatLayout.averages`.
+        """
         kinds: list[tuple[Span, bool]] = []
         position = 0
         for unit in self.layout.units:

@@ -241,8 +241,8 @@ class Updater:
         The region of parameters that the next forward pass needs first is sent as soon as the caller has updated this
         rank's part of it; its messages progress between the updates of the other runs. All averaged and tied parameters
         must have been updated before. Nothing is sent here with DDP, whose ranks update all shards of their inter-node
-        group, nor where a rank updates so few elements that its updates may be recorded, nor with a user's optimizer,
-        which may raise.
+        group, nor with a user's optimizer, which may raise, nor if the update may be repeated from a recording of its
+        kernels (:meth:`_recorded`), which knows nothing of messages.
         """
         able = len(self.shards) == 1 and self.size > _MOST_RECORDED and _computes_by_kernels(self.optimizer)
         first = self.store.first_region if able and type(self._parameters()) is np.ndarray else None

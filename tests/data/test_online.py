@@ -135,7 +135,13 @@ def drained(**options):
     return found
 
 
-def test_an_exception_of_a_producer_is_raised_by_the_trainers_and_by_itself():
+def test_an_exception_of_a_producer_is_raised_by_the_trainers_and_by_itself(monkeypatch):
+    def stop(self):
+        tell_producers(self)
+        time.sleep(0.1)  # until the one that has failed has ended, and other ranks with it
+
+    tell_producers = mz.data.online.MessageReceiver.stop
+    monkeypatch.setattr(mz.data.online.MessageReceiver, "stop", stop)
     assert "the producer rank 2 has failed: FloatingPointError: the solver has diverged" in drained()[0]
 
 
