@@ -9,7 +9,7 @@ on every layout. Each rank has its share of a gradient, so the shares of all ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,11 @@ import numpy as np
 from mpizero._util.checks import flag, require, whole
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
-from mpizero.layout.flat import flat_names, value_at
+from mpizero.layout.flat import flat_names, nested, value_at
 from mpizero.nn.arrays import namespace
 from mpizero.nn.layer import Graph, Layer, NodeOutput, Operations, Wrapper, layer_integers, poll
 from mpizero.nn.layers import Checkpointed, Sequential, completed
+from mpizero.nn.losses import CrossEntropy, GaussianNLLLoss
 from mpizero.nn.models import export_computation_graph
 from mpizero.types import EVALUATE, Array, BlockModel, Params, Run
 
@@ -192,7 +193,7 @@ class Rollout:
     Raises
     ------
     ConfigError
-        If a setting is not allowed, or the model is one for classification.
+        If a setting is not allowed, or the model predicts classes or distributions, which are no state.
 
     Examples
     --------
@@ -219,21 +220,23 @@ class Rollout:
     activation_checkpointing: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, BlockModel):
+        if isinstance(self.model, type) or not isinstance(self.model, BlockModel):
             raise ConfigError(f"Rollout takes a model of blocks, such as mpizero.nn.FNO(...), got {self.model!r:.80}")
-        if getattr(self.model, "task", None) == "classification":
-            raise ConfigError(
-                f"Rollout: {type(self.model).__name__} is a model for classification, whose output is no input; set "
-                'task="regression"'
-            )
         if self.loss is None:
             object.__setattr__(self, "loss", self.model.loss)
+        loss = getattr(self.loss, "loss", self.loss)  # of a FieldLoss
+        if getattr(self.model, "task", None) == "classification" or isinstance(loss, CrossEntropy | GaussianNLLLoss):
+            raise ConfigError(
+                f"Rollout: {type(self.model).__name__} with {type(loss).__name__} predicts no state, which is the next "
+                'step\'s input; set task="regression" and a loss of states, such as mpizero.nn.MeanSquaredError()'
+            )
         _ = self.blocks  # raises the errors of its layers
 
     @cached_property
     def blocks(self) -> dict[str, Layer]:
         """The one block, whose name is empty so that parameters keep their names."""
-        layer = _with_input_gradient(_joined_blocks(self.model.blocks))
+        blocks = self.model.blocks
+        layer = _with_input_gradient(blocks[""] if "" in blocks else _joined_blocks(blocks))
         return {"": Repeat(layer, self.steps, self.last, self.residual, self.activation_checkpointing)}
 
     @property
@@ -268,26 +271,22 @@ def _require_state(state: Array, x: Array) -> None:
 
 def _joined_blocks(blocks: Mapping[str, Any]) -> Sequential:
     """Return blocks as one layer whose parameters have the global names: a dot in a block's name is one level more."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, layer in blocks.items():
-        first, _, rest = name.partition(".")
-        groups.setdefault(first, {})[rest] = layer
-    names = [name for first, inner in groups.items() for name in (f"{first}.{rest}".rstrip(".") for rest in inner)]
-    if names != list(blocks):
+    tree = nested(blocks)
+    if [name for name, _ in flat_names(tree)] != list(blocks):
         raise ConfigError(f"Rollout: blocks whose names begin alike must follow each other, got {', '.join(blocks)}")
-    return Sequential({first: inner[""] if "" in inner else _joined_blocks(inner) for first, inner in groups.items()})
+    return _sequence(tree)
+
+
+def _sequence(tree: Mapping[str, Any]) -> Sequential:
+    return Sequential({name: _sequence(one) if isinstance(one, Mapping) else one for name, one in tree.items()})
 
 
 def _with_input_gradient(layer: Any) -> Any:
     """Return a layer whose first layers compute the gradient of their input, which the first ones of models do not."""
     if type(layer) is Sequential:
         return Sequential({name: _with_input_gradient(child) for name, child in layer.layers})
-    found = dict(_settings(layer))
+    found = {item.name: getattr(layer, item.name) for item in fields(layer)} if is_dataclass(layer) else {}
     changes = {name: _with_input_gradient(child) for name, child in found.items() if isinstance(child, Layer)}
     if found.get("input_gradient") is False:
         changes["input_gradient"] = True
     return replace(layer, **changes) if any(new is not found[name] for name, new in changes.items()) else layer
-
-
-def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
-    return ((item.name, getattr(layer, item.name)) for item in fields(layer)) if is_dataclass(layer) else iter(())

@@ -157,6 +157,14 @@ def test_a_rollout_passes_the_check_of_own_models(step, rng):
     assert "agree with differences" in str(check_model(net, x, y))
 
 
+def test_a_rollout_of_a_rollout_has_every_so_many_states(rng):
+    step, x = nn.MLP(2, [3], 2, task="regression"), rng.normal(size=(5, 2))
+    net, all_states = nn.Rollout(nn.Rollout(step, 3, last=True), 2), nn.Rollout(step, 6)
+    bound = nn.bind(net, nn.initial_parameters(step))
+    states = np.split(nn.evaluate(all_states, bound, x), 6, axis=-1)
+    np.testing.assert_array_equal(nn.evaluate(net, bound, x), np.concatenate([states[2], states[5]], axis=-1))
+
+
 def test_a_frozen_rollout_trains_the_rest(rng):
     net = nn.freeze(nn.Rollout(nn.MLP(2, [3], 2, task="regression", dtype="float64"), 2), "hidden.*")
     x, y = rng.normal(size=(4, 2)), rng.normal(size=(4, 4))
@@ -221,7 +229,10 @@ class Blocked(Mean):
         (lambda: nn.Repeat("tanh", 2), "Repeat"),
         (lambda: nn.Repeat(Mean(), 2), "Repeat: 'mean' is an average or an integer array"),
         (lambda: nn.Rollout(nn.Tanh(), 2), r"Rollout takes a model of blocks"),
-        (lambda: nn.Rollout(nn.MLP(2, [3], 2), 2), 'for classification.*task="regression"'),
+        (lambda: nn.Rollout(nn.MLP, 2), "Rollout takes a model of blocks.*, got <class"),
+        (lambda: nn.Rollout(nn.MLP(2, [3], 2), 2), 'MLP with CrossEntropy .*task="regression"'),
+        (lambda: nn.Rollout(nn.GPT(8, 1, 2, 8, 8), 2), "GPT with CrossEntropy predicts no state"),
+        (lambda: nn.Rollout(nn.FNO(3, 2, 1, loss="gaussian"), 2), "FNO with GaussianNLLLoss predicts no state"),
     ],
 )
 def test_what_cannot_be_repeated_is_told(make, why):
