@@ -1026,7 +1026,7 @@ class MappedFile:
 
     [Note: bus errors] If a mapped file is made shorter, reading a page that it no longer has ends the process by
     SIGBUS. So size and time of change are compared before every access. If the file becomes shorter after that check,
-    faulthandler reports the crash: its traceback lists names of code, one of which has the file's path.
+    faulthandler reports the crash, with the file's path: a function in the traceback has it as its name.
     """
 
     def __init__(self, path: str) -> None:

@@ -176,7 +176,7 @@ class StatusGroups:
 
     @property
     def remote(self) -> list[RemoteStatus]:
-        """The connections to other nodes, those of the smallest status group first.
+        """The connections to other nodes, of the status group with the fewest ranks first.
 
         A status group is ranks that have made a communicator together and read each other's status.
         """

@@ -337,7 +337,7 @@ class FlatLayout:
         return self.gradients_of(lambda entry: entry.spec.averaged)
 
     def gradients_of(self, chosen: Callable[[ParameterUse], bool]) -> tuple[Span, ...]:
-        """Return the ranges, ascending, of the gradients of the uses for which ``chosen`` is true.
+        """Return the ascending ranges of gradients of those uses of parameters for which ``chosen`` is true.
 
         The ranges are in the vector of the gradients of all units. Ranges without a gap between them are joined; uses
         of frozen parameters have no range. Not collective.

@@ -74,7 +74,7 @@ class Leaves:
 
     @classmethod
     def of(cls, total: int | Leaves) -> Leaves:
-        """Return ``total`` as an object of this class; a number counts grains that are computed in one part each."""
+        """Return ``total`` as an object of this class; if it is a number of grains, each is computed in one part."""
         return total if isinstance(total, Leaves) else cls(total)
 
     @cached_property

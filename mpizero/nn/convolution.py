@@ -257,7 +257,7 @@ def _convolve_adjoint(
     ]
 
     def read(axis: int, first: int, stop: int) -> tuple[int, int]:
-        """Return the range (first, stop) of the windows that read any of the positions ``first`` to ``stop`` - 1."""
+        """Return the first window that reads a position of ``first`` to ``stop`` - 1, and the one after the last."""
         mode, before, after = modes[axis], window.before[axis], window.after[axis]
         low = first + before * (mode != "reflect" or first > 0)
         high = stop + before + after * (mode == "reflect" and stop == space[axis])
@@ -294,7 +294,7 @@ def _convolve_adjoint(
 def _folded(dx: Array, beyond: Sequence[tuple[int, int]]) -> Array:
     """Return the adjoint of a reflection: add the positions beyond the ends of each axis to those that they reflect.
 
-    ``beyond`` says how many positions ``dx`` has before and after each axis.
+    ``beyond`` says how many positions ``dx`` has before the first and after the last position of each axis.
     """
     for axis, (b, a) in enumerate(beyond, start=1):
         if b or a:

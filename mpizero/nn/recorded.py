@@ -4,8 +4,9 @@ With few samples, the passes of a block spend more time in Python than in kernel
 kernels with the same memory, provided that input and parameters have not moved. So :class:`RecordedBlock` records the
 calls of a pass (:mod:`mpizero.kernels.recording`), and repeats them.
 
-Only layers whose classes are known to compute by kernels and recorded calls are recorded (:data:`KNOWN`), and each
-recording is tried before it is used again: see [Note: proof of a recording] in mpizero/kernels/recording.py.
+Only layers of classes that are known to compute by nothing but kernels and recorded calls have recordings
+(:data:`KNOWN`), and each recording is tried before it is used: see [Note: proof of a recording] in
+mpizero/kernels/recording.py.
 
 [Note: whose memory] The output of a recorded pass, and the gradient of its input, lie in the same arrays in every step.
 Such an array is valid until the pass is repeated, and the next block reads it where it lies. To be kept longer it is
@@ -276,7 +277,7 @@ class _Pass:
         return self._cache if self._run is self._recorded else _rebased(self._cache, self._recorded, self._run)
 
     def repeat(self, x: Array, run: Run) -> tuple[Array, Any]:
-        """Compute the output for ``x``; return it and the cache that the :class:`RecordedBlock` returns."""
+        """Repeat the recorded pass with the input ``x``; return its output, and the cache of the block's pass."""
         self._run = run
         if x is not self._x:
             np.copyto(self._x, x)

@@ -350,7 +350,7 @@ class FNOLift(Wrapper, FieldLayer):
     coordinates: bool
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the output of the layers for ``x`` with its coordinates as channels, and the layers' cache."""
+        """Append coordinates of positions to ``x`` as channels; return the layers' output for it, and their cache."""
         require_numbers(x, "FNO")
         first: Any = self.layer.children()["first"]
         inputs = first.inputs - self.coordinates * len(first.kernel)

@@ -98,7 +98,7 @@ class TensorOptimizer(AdamW):
     tensor_slots: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` if a setting is out of range, or a state array has the name of one of AdamW's."""
+        """Raise ``ConfigError`` if a setting is out of range, or two state arrays have one name."""
         super().__post_init__()
         if both := sorted({*self.slots} & {*self.tensor_slots}):
             owner = type(self).__name__

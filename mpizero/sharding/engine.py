@@ -136,8 +136,8 @@ class Engine(PlacedModel):
     def agree_on_space(self, tree: SampleTree, *, alone: bool = False) -> None:
         """Check that each rank of a domain gives its part of the same fields, and record the extents of the fields.
 
-        Collective over all ranks, whose fields must have the same extents. With ``alone`` collective over the ranks of
-        this rank's domain only: the fields of other domains may then have other extents.
+        Collective over all ranks, whose fields must have the same extents. With ``alone``, it is collective over the
+        ranks of this rank's domain only, and the fields of other domains may have other extents.
         """
         grid, cut = self.grid, self.partitioned.cut
         assert cut is not None, "only the ranks of a domain give parts of fields"

@@ -250,7 +250,7 @@ class Mesh(NodeSettings, AxisSettings):
         Raises
         ------
         GridError
-            If ``shape`` has other axes than the domain, or the mesh has none.
+            If ``shape`` has fewer axes than the domain cuts, or the mesh has no domain.
 
         Examples
         --------

@@ -348,7 +348,7 @@ def _take_state(engine: Engine, state: Mapping[str, Array], saved: Mapping[str, 
 def _state_to_fill(engine: Engine, saved: Mapping[str, Any]) -> tuple[dict[str, Array], list[SavedArray]]:
     """Return memory for this rank's optimizer state by slot, and the checkpoint's arrays to be read into that memory.
 
-    The arrays include copies of state on other ranks: replicated state is saved by one rank, but read by every rank.
+    The arrays include those that another rank has saved for all, because their state is replicated.
     The parameters' moving average is left out if the checkpoint has none.
     """
     state = engine.bound_updater.host_state(fetch=False)

@@ -79,7 +79,7 @@ class Callback:
     state_name: str = ""
 
     def on_step(self, trainer: Any, report: StepReport) -> None:
-        """Handle the end of a step; ``report`` describes the step, and ``trainer.figures`` is its line of metrics."""
+        """Handle the end of a step; ``trainer.figures`` has the metrics that are written of it."""
 
     def on_validation(self, trainer: Any, figures: Mapping[str, float | None]) -> None:
         """Handle the end of a validation; ``figures`` are the metrics by name, equal on all ranks."""

@@ -122,7 +122,7 @@ class RunEvent:
 
     @property
     def by_rank(self) -> int | None:
-        """Number of ranks, which is the length of the event's lists by rank; None if the event has no such lists."""
+        """Number of ranks, for which the event's lists have an item each; None if the event has no such lists."""
         return None
 
     def to_dict(self) -> dict[str, Any]:

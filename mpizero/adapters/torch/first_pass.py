@@ -425,7 +425,7 @@ class FirstPass:
     _followed: bool = False
 
     def new_kind(self, x: Any, *, training: bool, counted: bool) -> Any:
-        """Return what to add to :attr:`kinds` once samples like ``x`` are checked; None if they need no check.
+        """Return the form of samples ``x``, for :attr:`kinds` when they are checked; None if they need no check.
 
         ``counted`` says whether the samples belong to a batch; zeros that the planner uses do not.
         """

@@ -382,7 +382,7 @@ class TorchModel:
         return filled
 
     def with_frozen(self, names: Collection[str]) -> TorchModel:
-        """Return a copy of the model that does not train the parameters ``names``, either. Not collective."""
+        """Return a copy of the model in which the parameters ``names`` are frozen, too. Not collective."""
         twin = copy(self)
         twin._calls = {
             block: replace(call, tensors=call.tensors.with_frozen(block, names)) for block, call in self._calls.items()

@@ -342,9 +342,10 @@ class _Row(NamedTuple):
 
 
 def _rows(plan: PlannedRun, sizes_of: Callable[[RankPlan], Mapping[str, int]]) -> list[_Row]:
-    """Find, by stage and by part (what a tensor and context rank holds), the rank with the largest ``sizes_of(rank)``.
+    """Find, for each stage and part (what a tensor and context rank holds), the rank with the largest sum of sizes.
 
-    The sums of the sizes are compared. Neighbouring parts of a stage with equal sizes become one line of the table.
+    ``sizes_of`` returns the sizes of a rank. Neighbouring parts of a stage with equal sizes become one line of the
+    table.
     """
     largest: dict[tuple[int, int], RankPlan] = {}
     for rank in plan.training.by_rank:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class FakeArray(np.ndarray):
-    """Represent an array that holds zeros or is never read: matrix products with it return zeros immediately.
+    """Represent an array whose values do not matter: matrix products with it return zeros, without computing.
 
     All other operations work as on a plain array, and return plain arrays. A product whose ``out`` is a FakeArray
     writes nothing, so that the memory of ``out`` is never touched.
@@ -886,7 +886,7 @@ class ChunkActivations:
 
     @cached_property
     def _saved_borders(self) -> tuple[int, ...]:
-        """For each border (place before or after a block), the bytes of arrays first crossing it that caches keep."""
+        """For each border (place before or after a block), the bytes of kept arrays that cross no border before it."""
         return self._borders_saved_by(self.trials)
 
     def _borders_saved_by(self, trials: Sequence[BlockTrial]) -> tuple[int, ...]:

@@ -276,7 +276,7 @@ class RankMemory:
         return MemoryBytes(2 * sum(sizes) * self._item)
 
     def _buffers(self) -> MemoryBytes:
-        """Return the memory of gathered units, and of the buffer that takes the gradients of frozen parameters."""
+        """Return the memory of gathered units, and of the buffer for gradients of frozen parameters (never read)."""
         units = MemoryBytes()
         if self.traffic.sharded:
             units = self._shared(*[self.traffic.part.layout.largest_gathered * self._item] * UNIT_BUFFERS)

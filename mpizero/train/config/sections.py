@@ -279,7 +279,7 @@ def _array_names(value: Any) -> Any:
 
 
 def source_arguments(table: dict[str, Any]) -> dict[str, Any]:
-    """Convert a checked table to the arguments of a :class:`~mpizero.data.FileSource`: axes become integers."""
+    """Convert a checked table to the arguments of a :class:`~mpizero.data.FileSource`; axes become integers again."""
     by_axis = {
         key: {int(axis): number for axis, number in table[key].items()} for key in ("window", "stride") if key in table
     }
