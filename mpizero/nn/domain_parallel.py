@@ -251,13 +251,10 @@ def loss_on_domain(loss: Any, domain: Domain, model: str) -> Loss:
         return loss
     if type(loss) is not FieldLoss:
         kind = type(loss).__name__
+        way, inner = ("wrap it", kind) if isinstance(loss, IN_SPACE) else ("use one of fields", "MeanSquaredError")
         raise ConfigError(
             f"{model}: the loss {kind} sums over whole samples, and a domain cuts these; "
-            + (
-                f"wrap it, loss=mpizero.nn.FieldLoss({kind}(...))"
-                if isinstance(loss, IN_SPACE)
-                else "use one that adds up over positions, such as mpizero.nn.FieldLoss(mpizero.nn.MeanSquaredError())"
-            )
+            f"{way}, loss=mpizero.nn.FieldLoss({inner}(...))"
         )
     return DomainLoss(loss.loss, loss.weights, domain=domain)
 

@@ -20,7 +20,7 @@ from mpizero._util.names import explains
 from mpizero._util.pytree import map_leaves
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn.fields import on_each, require_field
-from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, times
+from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, WeightedTarget, require_shape, times
 from mpizero.nn.space import WHOLE, Space
 from mpizero.nn.space_losses import OnSpace, SpaceLoss, numbers_from_zero, scaled_gradient
 from mpizero.types import Array, Loss
@@ -70,7 +70,7 @@ class H1Loss(RelativeL2Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for length in self.lengths if isinstance(self.lengths, tuple) else (self.lengths,):
+        for length in on_each(self.lengths, 1):
             require("H1Loss: lengths", length, number(above=True))
         require("H1Loss: periodic", self.periodic, flag)
 
@@ -103,9 +103,10 @@ class SumLoss(SpaceLoss):
     Parameters
     ----------
     losses : sequence of Loss
-        What a :class:`FieldLoss` takes: a :class:`RelativeL2Loss` of the data and a :class:`ResidualLoss`, for example.
+        What a :class:`FieldLoss` takes, another sum included: a :class:`RelativeL2Loss` of the data and a
+        :class:`ResidualLoss`, for example.
     factors : sequence of float
-        The factors.
+        The factors, not all 0.
 
     Raises
     ------
@@ -126,16 +127,12 @@ class SumLoss(SpaceLoss):
     factors: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "losses", tuple(self.losses))
-        factors = numbers_from_zero("SumLoss: factors", self.factors, "each loss")
-        object.__setattr__(self, "factors", factors)
-        odd = [type(one).__name__ for one in self.losses if not isinstance(one, IN_SPACE)]
-        if odd or not self.losses or len(self.losses) != len(factors):
-            raise ConfigError(
-                f"SumLoss: {odd[0]} is no loss that it can add; give losses that a FieldLoss takes"
-                if odd
-                else f"SumLoss: {len(self.losses)} losses have {len(factors)} factors; give each loss a factor"
-            )
+        object.__setattr__(self, "losses", on_each(self.losses, 1))
+        object.__setattr__(self, "factors", numbers_from_zero("SumLoss: factors", self.factors, "each loss"))
+        for one in self.losses:
+            _require_in_space("SumLoss", one)
+        if (count := len(self.losses)) != len(self.factors):
+            raise ConfigError(f"SumLoss: {count} losses have {len(self.factors)} factors; give each loss a factor")
 
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
@@ -199,15 +196,10 @@ class FieldLoss:
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss, IN_SPACE):
-            raise ConfigError(
-                f"FieldLoss: the loss {type(self.loss).__name__} does not add up over positions; use a loss that "
-                "averages over elements, such as MeanSquaredError, or RelativeL2Loss or CrossEntropy"
-            )
+        _require_in_space("FieldLoss", self.loss)
         if self.weights is not None:
             values = numbers_from_zero("FieldLoss: weights", self.weights, "each position along the first axis")
             object.__setattr__(self, "weights", values)
-            require("FieldLoss: the sum of the weights", sum(values), number(above=True))
 
     @property
     def _space(self) -> Space:
@@ -220,7 +212,7 @@ class FieldLoss:
         """
         prediction = require_field(prediction, None, "FieldLoss")
         extents = self._space.extents(prediction, self)
-        map_leaves(partial(_require_positions, prediction.shape[1:-1]), target)
+        map_leaves(partial(_require_positions, prediction.shape[:-1]), target)
         total, weight, cache = _on_space(self.loss, self._space, prediction, target, self._along(extents), extents)
         first = float(self._space.rank == 0)
         return total * first, weight * first, cache
@@ -239,8 +231,7 @@ class FieldLoss:
 
     def backward(self, cache: Any, scale: float = 1.0) -> Array:
         """Return ``scale`` times the gradient of the loss sum, at this rank's positions. Not collective."""
-        gradient: Array = cache(scale)
-        return gradient
+        return np.asarray(cache(scale))
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
         """Return how many predictions are right and how many there are, at this rank's positions; None if unknown."""
@@ -256,6 +247,9 @@ def _on_space(
         return loss.on_space(space, prediction, target, along, extents)
     if isinstance(loss, RelativeL2Loss):
         return _relative(loss, space, prediction, target, along, extents)
+    if isinstance(loss, ElementLoss):  # of the whole, because a user does not know the tiles
+        values, shape = WeightedTarget.of(target, type(loss).__name__).values, loss.target_shape(prediction.shape)
+        require_shape(type(loss).__name__, values.shape, shape)
     if along is not None:
         target = _weighted(target, along, prediction)
     caches, sums = [], []
@@ -340,14 +334,21 @@ def _weighted(target: Any, along: Array, prediction: Array) -> dict[str, Any]:
     return given | {"weight": np.broadcast_to(product, (*positions, *product.shape[len(positions) :]))}
 
 
-def _require_positions(space: tuple[int, ...], x: Any) -> None:
-    """Raise :class:`DataError` if targets or weights have other extents than ``space``; they may lack its last axes."""
+def _require_in_space(where: str, loss: Any) -> None:
+    if not isinstance(loss, IN_SPACE):
+        raise ConfigError(
+            f"{where}: {loss!r:.80} is no loss that adds up over positions; give one that averages over elements, such "
+            "as MeanSquaredError(), or RelativeL2Loss(), CrossEntropy() or a SumLoss, with the FieldLoss around it all"
+        )
+
+
+def _require_positions(positions: tuple[int, ...], x: Any) -> None:
+    """Raise :class:`DataError` unless targets or weights have ``positions``, samples first, or their leading axes."""
     shape = np.shape(x)
-    axes = min(max(len(shape) - 1, 0), len(space))
-    if shape[1 : 1 + axes] != space[:axes]:
+    if shape[: len(positions)] != positions[: len(shape)]:
         raise DataError(
-            f"FieldLoss: targets and weights are given at the positions of the prediction, {space}; one of them has "
-            f"shape {shape}"
+            f"FieldLoss: targets and weights are given at the samples and positions of the prediction, {positions}; "
+            f"one of them has shape {shape}"
         )
 
 

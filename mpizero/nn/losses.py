@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,14 +87,11 @@ class WeightedTarget:
         Returns the weights of samples, from the weight and the mask of shape (samples,), or None if neither has this
         shape; and a target with weight and mask of other shapes.
         """
-        alone = [getattr(array, "ndim", 0) == 1 for array in (self.weight, self.mask)]
-        of_samples = WeightedTarget(
-            self.values, self.weight if alone[0] else None, self.mask if alone[1] else None, self.where
-        )
-        of_elements = WeightedTarget(
-            self.values, None if alone[0] else self.weight, None if alone[1] else self.mask, self.where
-        )
-        return of_samples.weights((samples,)), of_elements
+        given = (("weight", self.weight), ("mask", self.mask))
+        alone: dict[str, Any] = {name: one for name, one in given if getattr(one, "ndim", 0) == 1}
+        none: dict[str, Any] = dict.fromkeys(alone)
+        of_samples = replace(self, weight=alone.get("weight"), mask=alone.get("mask"))
+        return of_samples.weights((samples,)), replace(self, **none)
 
     def _checked_weight(self) -> Array:
         require_numbers(self.weight, self.where, "weight")
@@ -118,7 +115,7 @@ class WeightedTarget:
 
     def _aligned(self, array: Array, what: str, shape: tuple[int, ...]) -> Array:
         """Return ``array``, which covers leading axes of ``shape``, with an axis of size 1 for each other axis."""
-        if tuple(array.shape) == tuple(self.values.shape):
+        if tuple(array.shape) == tuple(self.values.shape) and array.size == math.prod(shape):
             array = array.reshape(shape)  # the target's last axis of size 1 may be missing from the prediction
         if array.ndim < 1 or tuple(array.shape) != shape[: array.ndim]:
             raise DataError(

@@ -18,13 +18,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import prod, sqrt
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpizero._util.checks import is_whole, number, require
+from mpizero._util.checks import flag, is_whole, number, require
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels.spectral import analyse, field_bases, synthesize
@@ -127,22 +126,14 @@ class SpectralLoss(SpaceLoss):
         """
         last = len(highest) - 1
         waves = [
-            (
-                *(0,) * (k >= 0),
-                *((i for i in range(1, k + 1) for _ in "cs") if axis == last else [*range(1, k + 1)] * 2),
-            )
+            [0, *(np.repeat(range(1, k + 1), 2) if axis == last else [*range(1, k + 1)] * 2)]
             for axis, k in enumerate(highest)
         ]
-        found = [
-            self._weight(k) * 2.0 ** sum(map(bool, k)) / positions**2 for k in product(*([(0,)] * (2 - last)), *waves)
-        ]
-        return np.array(found).reshape((*(1,) * (2 - last), *map(len, waves)))
-
-    def _weight(self, wave: Sequence[int]) -> float:
-        if self.weights is None:
-            return 1.0
-        shell = round(sqrt(sum(k * k for k in wave)))
-        return self.weights[shell] if shell < len(self.weights) else 0.0
+        norms = np.meshgrid(*[[0]] * (2 - last), *waves, indexing="ij")
+        shells = np.rint(np.sqrt(sum(k * k for k in norms))).astype(int)
+        weights = np.zeros(shells.max() + 1)
+        weights[:] = 1.0 if self.weights is None else (*self.weights, *weights)[: len(weights)]
+        return np.asarray(weights[shells] * 2.0 ** sum(k > 0 for k in norms) / float(positions**2))
 
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
@@ -182,17 +173,27 @@ _STEP = 2.0**-60
 class _Analytic(np.ndarray[Any, Any]):
     """Compute by analytic functions alone, and refuse others: an absolute value, a maximum, a comparison."""
 
+    def __array_function__(self, function: Any, *given: Any) -> Any:
+        if function.__module__ == "numpy.linalg":
+            raise _no_derivative(f"linalg.{function.__name__}")
+        return super().__array_function__(function, *given)
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **settings: Any) -> Any:
-        if ufunc.__name__ not in _FUNCTIONS:
-            raise ConfigError(
-                f"ResidualLoss: the residual calls numpy.{ufunc.__name__}, which has no derivative everywhere; use "
-                "arithmetic, powers, roots, exp, log and trigonometric functions"
-            )
+        parts = any(isinstance(one, _Analytic) and one.dtype.kind != "c" for one in inputs)
+        if parts or ufunc.__name__ not in _FUNCTIONS:
+            raise _no_derivative("real" if parts else ufunc.__name__)
         plain = [one.view(np.ndarray) if isinstance(one, _Analytic) else one for one in inputs]
         if settings.get("out"):
             settings["out"] = tuple(one.view(np.ndarray) for one in settings["out"])
         found = getattr(ufunc, method)(*plain, **settings)
         return found.view(_Analytic) if isinstance(found, np.ndarray) else found
+
+
+def _no_derivative(name: str) -> ConfigError:
+    return ConfigError(
+        f"ResidualLoss: the residual calls numpy.{name}, which has no derivative everywhere; use arithmetic, powers, "
+        "roots, exp, log and trigonometric functions"
+    )
 
 
 @explains
@@ -211,7 +212,8 @@ class ResidualLoss(SpaceLoss):
 
     The function has no backward pass: its derivatives are found by complex arguments. It must be made of NumPy's
     arithmetic, powers, roots, exponential and trigonometric functions, position by position; ``abs``, ``maximum`` or
-    comparisons are refused. It is called once and then once for each term and channel, by tiles.
+    comparisons are refused, and means or shifts over positions. It is called once and then once for each term and
+    channel, by tiles, and does not write to what it gets.
 
     Parameters
     ----------
@@ -250,9 +252,8 @@ class ResidualLoss(SpaceLoss):
     def __post_init__(self) -> None:
         if not callable(self.residual):
             raise ConfigError(f"ResidualLoss: residual={self.residual!r:.80} must be a function of the terms")
-        terms = (self.terms,) if isinstance(self.terms, str) else tuple(self.terms)
-        odd = [term for term in terms if term not in ("u", "target") and not _orders(term)]
-        if isinstance(self.terms, str) or odd or not set(terms) - {"target"}:
+        terms = tuple(self.terms) if isinstance(self.terms, tuple | list) else ()
+        if any(term != "target" and not _orders(str(term)) for term in terms) or not set(terms) - {"target"}:
             raise ConfigError(
                 f'ResidualLoss: terms={self.terms!r} is not allowed; give a tuple such as ("u", "x", "xx", "xy", '
                 '"target"), with at most two letters for each axis'
@@ -260,11 +261,13 @@ class ResidualLoss(SpaceLoss):
         object.__setattr__(self, "terms", terms)
         for one in on_each(self.spacing, 1):
             require("ResidualLoss: spacing", one, number(above=True))
+        for one in on_each(self.periodic, 1):
+            require("ResidualLoss: periodic", one, flag)
 
     def _stencils(self, extents: tuple[int, ...]) -> tuple[list[tuple[int, ...]], list[float], list[bool]]:
         """Return the orders of differences of all terms of the field, the spacing and what is periodic, by axis."""
         axes = len(extents)
-        orders = [(_orders(term) + (0,) * axes)[:3] for term in self.terms if term != "target"]
+        orders = [_orders(term) for term in self.terms if term != "target"]
         spacing, periodic = list(on_each(self.spacing, axes)), list(on_each(self.periodic, axes))
         if len(spacing) != axes or len(periodic) != axes or any(any(one[axes:]) for one in orders):
             raise DataError(
@@ -283,7 +286,7 @@ class ResidualLoss(SpaceLoss):
         weights = np.ones(prediction.shape[:-1]) if inside is None else inside
         weights = times(weights, of_samples) if along is None else times(weights, of_samples) * along
         wide = [any(one[axis] for one in orders) for axis in range(len(extents))]
-        modes = ["periodic" if flag else "zeros" for flag in periodic]
+        modes = ["periodic" if one else "zeros" for one in periodic]
 
         def around(axis: int, first: int, stop: int) -> tuple[int, int]:
             return (first - wide[axis], stop + wide[axis]) if stop > first else (0, 0)
@@ -293,6 +296,8 @@ class ResidualLoss(SpaceLoss):
 
         field = fetched(prediction)
         found = [_difference(field, one, wide, spacing) for one in orders]
+        if prediction.size:
+            self._require_local(found, values)
         slopes, sums = np.zeros((len(found), *prediction.shape), prediction.dtype), []
         for place in _inner_tiles(space, extents, [w and not p for w, p in zip(wide, periodic, strict=True)]):
             one = (slice(None), *place)
@@ -312,15 +317,29 @@ class ResidualLoss(SpaceLoss):
             gradient += (-1) ** sum(term) * _difference(part, term, wide, spacing)
         return float(total[0]), float(total[1]), scaled_gradient(gradient, np.ones(len(prediction)))
 
+    def _require_local(self, found: list[Array], values: Array) -> None:
+        """Raise :class:`ConfigError` if the residual at a position depends on others, which a tile may not have."""
+        first, seen = (slice(1),) * (values.ndim - 1), []
+        for change in (0, 0.125):
+            parts = [np.tile(x[first], [*(2 for _ in first), 1]) for x in [*found, values]]
+            for x in parts[: len(found) + (values.dtype.kind == "f")]:  # numbers of a kind stay what they are
+                x[first] += change * (1 + abs(x[first]))
+            with np.errstate(all="ignore"):
+                y = self._called(parts[:-1], parts[-1], found[0].dtype)
+            seen.append(y.reshape(-1, y.shape[-1])[1:])
+        if not np.array_equal(seen[0], seen[1], equal_nan=True):
+            raise ConfigError(
+                "ResidualLoss: the residual at a position depends on others, or changes from call to call; it gets one "
+                'tile of positions at a time: take differences from terms such as "x" or "xx", and no means or shifts'
+            )
+
     def _on_tile(self, found: list[Array], values: Array, weights: Array) -> tuple[float, Array]:
         """Return the weighted sum of a tile's squared residuals, and its derivatives by each term."""
         residual = self._called(found, values, found[0].dtype)
         outputs = residual.shape[-1]
         loss = float(RelativeL2Loss.square_sums(times(residual, np.sqrt(weights))).sum()) / outputs
-        above, slopes = (
-            times(residual, weights) * (2 / outputs),
-            np.empty((len(found), *found[0].shape), residual.dtype),
-        )
+        above = times(residual, weights) * (2 / outputs)
+        slopes = np.empty((len(found), *found[0].shape), residual.dtype)
         wide = np.result_type(residual.dtype, np.complex64)
         for term, channel in np.ndindex(len(found), found[0].shape[-1]):
             moved = [one.astype(wide).view(_Analytic) for one in found]
@@ -332,10 +351,19 @@ class ResidualLoss(SpaceLoss):
     def _called(self, found: Sequence[Array], values: Array, dtype: Any) -> Array:
         """Return the residual, checked."""
         rows = iter(found)
-        given = [values if term == "target" else next(rows) for term in self.terms]
-        y = np.asarray(self.residual(*given))
+        given = [(values if term == "target" else next(rows)).view() for term in self.terms]
         shape = found[0].shape[:-1]
-        if y.dtype.kind not in "fc" or y.shape[:-1] != shape or not y.shape[-1]:
+        for one in given:
+            one.flags.writeable = False
+        try:
+            y = np.asarray(self.residual(*given))
+        except (TypeError, ValueError) as error:
+            error.add_note(
+                f"ResidualLoss calls it with the terms {self.terms}, read-only arrays {(*shape, 'channels')} of a tile "
+                "of positions; what depends on the position can be a channel of the target"
+            )
+            raise
+        if y.dtype.kind not in f"f{np.dtype(dtype).kind}" or y.shape[:-1] != shape or not y.shape[-1]:
             raise DataError(
                 f"ResidualLoss: the residual returned {y.dtype} of shape {y.shape}; expected real numbers "
                 f"(samples, space, channels), {shape} and at least one channel"
@@ -345,8 +373,7 @@ class ResidualLoss(SpaceLoss):
                 "ResidualLoss: the residual is real for complex arguments, so it has no derivative; do not take real "
                 "parts or convert what it is given, and use all terms"
             )
-        cast: Array = y.astype(dtype, copy=False)
-        return cast
+        return np.asarray(y, dtype)
 
 
 def scaled_gradient(values: Array, factors: Array) -> Callable[[float], Array]:
@@ -355,14 +382,16 @@ def scaled_gradient(values: Array, factors: Array) -> Callable[[float], Array]:
 
 
 def numbers_from_zero(where: str, given: Any, each: str) -> tuple[float, ...]:
-    """Return finite numbers from 0 as a tuple; raise :class:`ConfigError` for anything else.
+    """Return finite numbers from 0, not all 0, as a tuple; raise :class:`ConfigError` for anything else.
 
     ``where`` names the setting in the message, ``each`` what has a number.
     """
-    checked = np.atleast_1d(np.array(given, object))
-    if checked.ndim > 1 or not all(isinstance(one, int | float | np.number) for one in checked):
-        raise ConfigError(f"{where}={' '.join(repr(given).split()):.80}: expected a number for {each}")
-    return tuple(require(where, float(one), number()) for one in checked)
+    checked = np.array(given, object)
+    if checked.ndim != 1 or not all(isinstance(one, int | float | np.number) for one in checked):
+        raise ConfigError(f"{where}={' '.join(repr(given).split()):.80}: expected a list with a number for {each}")
+    values = tuple(require(where, float(one), number()) for one in checked)
+    require(f"{where}, their sum", sum(values), number(above=True))
+    return values
 
 
 def _parsed(where: str, target: Any, prediction: Array) -> tuple[Array, Array, WeightedTarget]:

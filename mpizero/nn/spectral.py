@@ -179,7 +179,8 @@ class SpectralConv(FieldLayer):
     def __post_init__(self) -> None:
         require_positive("SpectralConv", inputs=self.inputs, outputs=self.outputs)
         require_init("SpectralConv", self.init)
-        if not isinstance(self.modes, tuple) or len(self.modes) not in TILES or not all(map(_is_count, self.modes)):
+        whole = isinstance(self.modes, tuple) and all(is_whole(one, 1) for one in self.modes)
+        if not whole or len(self.modes) not in TILES:
             raise ConfigError(
                 f"SpectralConv: modes={self.modes!r} is not allowed; give a number for each of one to three axes of "
                 "space, such as (12, 12)"
@@ -316,10 +317,6 @@ class SpectralConv(FieldLayer):
         products = 8 * self.inputs * self.outputs * prod(self.own_specs()[0].shape[:-3])
         forward = 2 * (self.inputs * to_modes + self.outputs * to_field) + products
         return Operations(forward, 2 * (self.outputs * to_modes + self.inputs * to_field) + products, products)
-
-
-def _is_count(value: Any) -> bool:
-    return is_whole(value, 1)
 
 
 @dataclass(frozen=True)

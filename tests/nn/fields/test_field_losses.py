@@ -186,6 +186,13 @@ def test_a_residual_is_that_of_differences_by_numpy(periodic, rng):
     assert total == pytest.approx((expected**2).sum(), rel=1e-12)
 
 
+def test_a_residual_may_look_up_coefficients_by_kinds_of_positions(rng):
+    u, kinds, table = rng.normal(size=(2, 8, 9, 1)), rng.integers(0, 3, (2, 8, 9, 1)), np.array([1.0, 2.0, 5.0])
+    loss = nn.FieldLoss(nn.ResidualLoss(lambda u, kind: table[kind] * u, ("u", "target")))
+    total, weight, _ = loss.forward(u, kinds)
+    assert total / weight == pytest.approx(((table[kinds] * u) ** 2).mean(), rel=1e-12)
+
+
 def test_a_sum_of_losses_has_the_mean_of_each(rng):
     prediction, target = rng.normal(size=(2, 3, 9, 2))
     inner = nn.SumLoss([nn.RelativeL2Loss(), nn.SumLoss([nn.L1Loss()], [0.25])], [0.5, 2.0])
@@ -252,27 +259,34 @@ def residual_of(function: Any, u: Any = None, **settings: Any) -> Any:
     ("make", "why"),
     [
         (lambda: nn.FieldLoss(nn.MeanSquaredError(), weights=[1, -1]), r"weights=-1\.0: expected a finite number >= 0"),
-        (lambda: nn.FieldLoss(nn.MeanSquaredError(), weights=[0, 0]), "the sum of the weights=0.0"),
+        (lambda: nn.FieldLoss(nn.MeanSquaredError(), weights=[0, 0]), "weights, their sum=0.0"),
         *(
             (
                 lambda wrong=wrong: nn.FieldLoss(nn.MeanSquaredError(), weights=wrong),
-                "weights=.*: expected a number for",
+                "weights=.*: expected a list with a number for",
             )
-            for wrong in ("abc", [1.0, None], np.ones((2, 2)))
+            for wrong in ("abc", [1.0, None], np.ones((2, 2)), 3.0)
         ),
         (lambda: nn.SpectralLoss(-1), "frequencies=-1 is not allowed"),
         (lambda: nn.SpectralLoss(2, [1, -1]), "weights=-1"),
-        (lambda: nn.SpectralLoss(2, "ab"), "weights='ab': expected a number for each rounded norm"),
-        (lambda: nn.SumLoss([nn.MeanSquaredError()], [None]), r"factors=\[None\]: expected a number for each loss"),
+        (lambda: nn.SpectralLoss(2, "ab"), "weights='ab': expected a list with a number for each rounded norm"),
+        (lambda: nn.SpectralLoss(2, []), "weights, their sum=0"),
+        (lambda: nn.SumLoss([nn.MeanSquaredError()], [None]), r"factors=\[None\]: expected a list with a number for"),
         (lambda: nn.SpectralLoss(2).forward(np.zeros((1, 8, 1)), np.zeros((1, 8, 1))), r"FieldLoss\(SpectralLoss"),
         (lambda: nn.ResidualLoss(None, ("u",)), "residual=None must be a function"),
         *(
             (lambda wrong=wrong: nn.ResidualLoss(np.exp, wrong), "terms=.* is not allowed")
-            for wrong in ("u", ("w",), ("xxx",), ("target",), ())
+            for wrong in ("u", ("w",), ("xxx",), ("target",), (), (1,), None, {"u", "x"})
         ),
+        (lambda: nn.ResidualLoss(np.exp, ("u",), periodic=(True, "no")), "periodic='no': expected True or False"),
         (lambda: nn.ResidualLoss(np.exp, ("u",), spacing=0), "spacing=0"),
         (lambda: nn.SumLoss([nn.MeanSquaredError()], [1.0, 2.0]), "1 losses have 2 factors"),
-        (lambda: nn.SumLoss(["mse"], [1.0]), "SumLoss: str is no loss"),
+        *(
+            (lambda wrong=wrong: nn.SumLoss([wrong], [1.0]), "SumLoss: .* is no loss that adds up over positions")
+            for wrong in ("mse", nn.MeanSquaredError, nn.FieldLoss(nn.MeanSquaredError()))
+        ),
+        (lambda: nn.SumLoss(nn.MeanSquaredError(), 1.0), r"factors=1\.0: expected a list"),
+        (lambda: nn.FieldLoss(nn.L1Loss), "FieldLoss: <class.*L1Loss.* is no loss that adds up over positions"),
         *(
             (lambda function=function: residual_of(function), f"calls numpy.{name}, which has no derivative")
             for name, function in {
@@ -281,7 +295,19 @@ def residual_of(function: Any, u: Any = None, **settings: Any) -> Any:
                 "greater": lambda u: u * (u > 0),
                 "sign": lambda u: u * np.sign(u),
                 "conjugate": np.conj,
+                "linalg.norm": lambda u: u * np.linalg.norm(u, axis=-1, keepdims=True),
+                "real": lambda u: u * u.real,
             }.items()
+        ),
+        *(
+            (lambda function=function: residual_of(function), "at a position depends on others")
+            for function in (
+                lambda u: u - u.mean(),
+                lambda u: u - np.roll(u, 1, axis=1),
+                lambda u: u[:, ::-1] * u,
+                lambda u: np.gradient(u, axis=1),
+                lambda u: u * np.random.normal(size=u.shape),  # noqa: NPY002
+            )
         ),
         (lambda: residual_of(lambda u: u.real), "is real for complex arguments"),
         (lambda: nn.H1Loss(lengths=0), "lengths=0"),
@@ -318,13 +344,53 @@ def test_weights_and_lengths_of_other_fields_are_told():
             r"terms=\('y',\), spacing=1.0 and periodic=False do not fit",
         ),
         (lambda u, y: nn.ResidualLoss(lambda x: x, ("x",), spacing=(1.0, 2.0)), "do not fit a field of 1 axes"),
-        (lambda u, y: nn.ResidualLoss(lambda x: x[0], ("x",)), r"the residual returned float64 of shape \(1, 1\)"),
+        (lambda u, y: nn.ResidualLoss(np.fft.fft, ("u",)), "the residual returned complex128"),
+        (lambda u, y: nn.ResidualLoss(lambda x: x[0], ("x",)), r"the residual returned float64 of shape \(2, 1\)"),
     ],
 )
 def test_fields_that_a_loss_does_not_fit_are_told(make, why):
     u = np.ones((1, 8, 1))
     with pytest.raises(DataError, match=why):
         nn.FieldLoss(make(u, u)).forward(u, u)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "why"),
+    [
+        (nn.MeanSquaredError(), np.ones((3, 8, 6)), r"prediction's shape \(3, 8, 2\).* target has shape \(3, 8, 6\)"),
+        (nn.MeanSquaredError(), np.ones((2, 8, 2)), r"prediction, \(3, 8\); one of them has shape \(2, 8, 2\)"),
+        (nn.ResidualLoss(np.exp, ("u",)), {"weight": np.ones((3, 8, 2))}, r"the weight has shape \(3, 8, 2\)"),
+        (nn.ResidualLoss(np.exp, ("u",)), {"mask": np.ones((3, 8, 2), bool)}, r"the mask has shape \(3, 8, 2\)"),
+    ],
+)
+def test_targets_of_other_shapes_are_told_with_the_shape_of_the_field(loss, target, why):
+    given = {"target": np.ones((3, 8, 2)), **target} if isinstance(target, dict) else target
+    with pytest.raises(DataError, match=why):
+        nn.FieldLoss(loss).forward(np.ones((3, 8, 2)), given)
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda u, f: u.__imul__(f), "read-only"),
+        (lambda u: u, "positional argument"),
+        (lambda u, f: u * np.ones((8, 1)), "broadcast"),
+    ],
+)
+def test_an_error_in_a_residual_says_how_it_is_called(function, error):
+    u = np.ones((1, 8, 1))
+    with pytest.raises((TypeError, ValueError), match=error) as found:
+        nn.FieldLoss(nn.ResidualLoss(function, ("u", "target"))).forward(u, u)
+    assert "ResidualLoss calls it with the terms ('u', 'target')" in found.value.__notes__[0]
+
+
+def test_settings_may_be_numbers_of_numpy_and_lists(rng):
+    u, y = rng.normal(size=(2, 1, 8, 9, 1))
+    for given, plain in (
+        (nn.SpectralLoss(np.int64(2)), nn.SpectralLoss(2)),
+        (nn.H1Loss(lengths=[1.0, 2.0]), nn.H1Loss(lengths=(1.0, 2.0))),
+    ):
+        assert nn.FieldLoss(given).forward(u, y)[:2] == nn.FieldLoss(plain).forward(u, y)[:2]
 
 
 def test_a_mode_has_no_mask():

@@ -313,7 +313,7 @@ def test_an_error_of_one_rank_s_part_is_the_one_that_is_raised(strategy):
             own = (slice(None), *trains.mesh.slab((16,)))
             trains.train(x[own], x[own])
 
-    with pytest.raises(DataError, match=r"at the positions of the prediction, \(9,\)"):
+    with pytest.raises(DataError, match=r"at the samples and positions of the prediction, \(1, 9\)"):
         run_in_threads(2, step)
 
 
