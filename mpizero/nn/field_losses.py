@@ -20,7 +20,7 @@ from mpizero._util.names import explains
 from mpizero._util.pytree import map_leaves
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn.fields import on_each, require_field
-from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, WeightedTarget, require_shape, times
+from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, times
 from mpizero.nn.space import WHOLE, Space
 from mpizero.nn.space_losses import OnSpace, SpaceLoss, numbers_from_zero, scaled_gradient
 from mpizero.types import Array, Loss
@@ -235,8 +235,7 @@ class FieldLoss:
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
         """Return how many predictions are right and how many there are, at this rank's positions; None if unknown."""
-        count: tuple[int, int] | None = cast(Any, self.loss).correct(prediction, target)
-        return count
+        return cast("tuple[int, int] | None", cast(Any, self.loss).correct(prediction, target))
 
 
 def _on_space(
@@ -247,9 +246,6 @@ def _on_space(
         return loss.on_space(space, prediction, target, along, extents)
     if isinstance(loss, RelativeL2Loss):
         return _relative(loss, space, prediction, target, along, extents)
-    if isinstance(loss, ElementLoss):  # of the whole, because a user does not know the tiles
-        values, shape = WeightedTarget.of(target, type(loss).__name__).values, loss.target_shape(prediction.shape)
-        require_shape(type(loss).__name__, values.shape, shape)
     if along is not None:
         target = _weighted(target, along, prediction)
     caches, sums = [], []
@@ -258,7 +254,11 @@ def _on_space(
         loss_sum, weight, cache = 0.0, 0.0, None
         if count:
             part = map_leaves(partial(_of_tile, place), target)
-            loss_sum, weight, cache = loss.forward(np.ascontiguousarray(prediction[place]), part)
+            try:
+                loss_sum, weight, cache = loss.forward(np.ascontiguousarray(prediction[place]), part)
+            except DataError:
+                loss.forward(prediction, target)  # so that the error names the shapes of the field, not those of a tile
+                raise
         factor = count if isinstance(loss, ElementLoss) else 1
         sums.append((loss_sum * factor, weight * factor))
         caches.append((place, factor, cache))
