@@ -345,7 +345,8 @@ class ResidualLoss(SpaceLoss):
             moved = [one.astype(wide).view(_Analytic) for one in found]
             moved[term].imag[..., channel] = _STEP
             turned = self._called(moved, values, wide)
-            slopes[(term, ..., channel)] = (turned.imag / _STEP * above).sum(axis=-1)
+            # What is masked may be NaN.
+            slopes[(term, ..., channel)] = (np.where(above != 0, turned.imag, 0) / _STEP * above).sum(axis=-1)
         return loss, slopes
 
     def _called(self, found: Sequence[Array], values: Array, dtype: Any) -> Array:

@@ -54,10 +54,10 @@ def fields(name: str, axes: int, rng: Any, dtype: str = "f8") -> tuple[Any, Any]
     target = rng.normal(size=(*shape, 2 if name == "gaussian" else 4)).astype(dtype)
     if name == "spectral":
         return prediction, {"target": target, "weight": np.array([1.0, 0.0, 2.5])}
-    if name.startswith(("residual", "sum")):
-        return prediction, {"target": target, "mask": mask}
     if name != "gaussian":
         target[~mask] = np.nan
+    if name.startswith(("residual", "sum")):
+        return prediction, {"target": target, "mask": mask}
     return prediction, {"target": target, "mask": mask, "weight": np.array([1.0, 0.0, 2.5])}
 
 
