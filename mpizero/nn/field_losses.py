@@ -235,8 +235,7 @@ class FieldLoss:
 
     def correct(self, prediction: Array, target: Any) -> tuple[int, int] | None:
         """Return how many predictions are right and how many there are, at this rank's positions; None if unknown."""
-        count: tuple[int, int] | None = cast(Any, self.loss).correct(prediction, target)
-        return count
+        return cast("tuple[int, int] | None", cast(Any, self.loss).correct(prediction, target))
 
 
 def _on_space(
@@ -258,7 +257,11 @@ def _on_space(
         loss_sum, weight, cache = 0.0, 0.0, None
         if count:
             part = map_leaves(partial(_of_tile, place), target)
-            loss_sum, weight, cache = loss.forward(np.ascontiguousarray(prediction[place]), part)
+            try:
+                loss_sum, weight, cache = loss.forward(np.ascontiguousarray(prediction[place]), part)
+            except DataError:
+                loss.forward(prediction, target)  # so that the error names the shapes of the field, not those of a tile
+                raise
         factor = count if isinstance(loss, ElementLoss) else 1
         sums.append((loss_sum * factor, weight * factor))
         caches.append((place, factor, cache))

@@ -87,11 +87,10 @@ class WeightedTarget:
         Returns the weights of samples, from the weight and the mask of shape (samples,), or None if neither has this
         shape; and a target with weight and mask of other shapes.
         """
-        given = (("weight", self.weight), ("mask", self.mask))
-        alone: dict[str, Any] = {name: one for name, one in given if getattr(one, "ndim", 0) == 1}
-        none: dict[str, Any] = dict.fromkeys(alone)
-        of_samples = replace(self, weight=alone.get("weight"), mask=alone.get("mask"))
-        return of_samples.weights((samples,)), replace(self, **none)
+        weight, mask = (getattr(array, "ndim", 0) == 1 for array in (self.weight, self.mask))
+        of_samples = replace(self, weight=self.weight if weight else None, mask=self.mask if mask else None)
+        of_elements = replace(self, weight=None if weight else self.weight, mask=None if mask else self.mask)
+        return of_samples.weights((samples,)), of_elements
 
     def _checked_weight(self) -> Array:
         require_numbers(self.weight, self.where, "weight")

@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from mpizero._util.checks import flag, require, whole
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
@@ -128,9 +126,7 @@ class Repeat(Wrapper):
             d = dy[..., -channels:] if self.last else dy[..., step * channels : (step + 1) * channels]
             if step < self.steps - 1:
                 if dx is None:
-                    raise ConfigError(
-                        "Repeat: no gradient reaches the step before: the layer returns none of its input"
-                    )
+                    raise ConfigError("Repeat: no gradient reaches the step before: the layer does not return one")
                 carried = dx[..., :channels]
                 d = carried if self.last else d + carried
                 rest = dx[..., channels:] if rest is None else rest + dx[..., channels:]
@@ -240,10 +236,9 @@ class Rollout:
         return {"": Repeat(layer, self.steps, self.last, self.residual, self.activation_checkpointing)}
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Any:
         """The dtype of the model's parameters."""
-        dtype: np.dtype[Any] = self.model.dtype
-        return dtype
+        return self.model.dtype
 
     @property
     def seed(self) -> int:

@@ -327,7 +327,7 @@ class ResidualLoss(SpaceLoss):
             with np.errstate(all="ignore"):
                 y = self._called(parts[:-1], parts[-1], found[0].dtype)
             seen.append(y.reshape(-1, y.shape[-1])[1:])
-        if not np.array_equal(seen[0], seen[1], equal_nan=True):
+        if not np.allclose(seen[0], seen[1], rtol=1e-6, atol=0, equal_nan=True):  # products may round by address
             raise ConfigError(
                 "ResidualLoss: the residual at a position depends on others, or changes from call to call; it gets one "
                 'tile of positions at a time: take differences from terms such as "x" or "xx", and no means or shifts'
@@ -345,7 +345,8 @@ class ResidualLoss(SpaceLoss):
             moved = [one.astype(wide).view(_Analytic) for one in found]
             moved[term].imag[..., channel] = _STEP
             turned = self._called(moved, values, wide)
-            slopes[(term, ..., channel)] = (turned.imag / _STEP * above).sum(axis=-1)
+            # What is masked may be NaN.
+            slopes[(term, ..., channel)] = (np.where(above != 0, turned.imag, 0) / _STEP * above).sum(axis=-1)
         return loss, slopes
 
     def _called(self, found: Sequence[Array], values: Array, dtype: Any) -> Array:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mpizero._util.checks import is_whole
+from mpizero._util.checks import flag, is_whole, require
 from mpizero._util.names import explains
 from mpizero.errors import ConfigError, DataError
 from mpizero.kernels.spectral import Bases, analyse, field_bases, mode_products, synthesize
@@ -532,6 +532,8 @@ class FNO(FieldModel):
         for name in ("inputs", "outputs", "width", "layers", "expansion"):
             require_positive("FNO", **{name: getattr(self, name)})
         self._resolve_settings()
+        for name in ("coordinates", "activation_checkpointing"):
+            require(f"FNO: {name}", getattr(self, name), flag)
         if len(on_each(self.modes, self.axes)) != self.axes:
             raise ConfigError(f"FNO: modes={self.modes!r} must be a number, or one for each of axes={self.axes}")
         if self.space is not None:

@@ -463,6 +463,8 @@ class PartitionedModel:
         gathers them. In a context group the returned loss takes predictions at this rank's positions of the sequences.
         If ``loss`` is None, None is returned.
         """
+        if loss is not None:
+            _check_part("the loss", "a loss", loss, ("forward",))
         return loss if loss is None or not self.is_split else self.split.loss_on_parts(loss)
 
     def local_positions(self, x: Array) -> Array:

@@ -54,10 +54,10 @@ def fields(name: str, axes: int, rng: Any, dtype: str = "f8") -> tuple[Any, Any]
     target = rng.normal(size=(*shape, 2 if name == "gaussian" else 4)).astype(dtype)
     if name == "spectral":
         return prediction, {"target": target, "weight": np.array([1.0, 0.0, 2.5])}
-    if name.startswith(("residual", "sum")):
-        return prediction, {"target": target, "mask": mask}
     if name != "gaussian":
         target[~mask] = np.nan
+    if name.startswith(("residual", "sum")):
+        return prediction, {"target": target, "mask": mask}
     return prediction, {"target": target, "mask": mask, "weight": np.array([1.0, 0.0, 2.5])}
 
 
@@ -359,6 +359,12 @@ def test_fields_that_a_loss_does_not_fit_are_told(make, why):
     [
         (nn.MeanSquaredError(), np.ones((3, 8, 6)), r"prediction's shape \(3, 8, 2\).* target has shape \(3, 8, 6\)"),
         (nn.MeanSquaredError(), np.ones((2, 8, 2)), r"prediction, \(3, 8\); one of them has shape \(2, 8, 2\)"),
+        (
+            nn.MeanSquaredError(),
+            {"mask": np.ones((3, 8, 1), bool)},
+            r"shape \(3, 8, 2\).* the mask has shape \(3, 8, 1\)",
+        ),
+        (nn.CrossEntropy(), np.ones((3, 8, 2), int), r"integers of shape \(3, 8\), .* is int64 of shape \(3, 8, 2\)"),
         (nn.ResidualLoss(np.exp, ("u",)), {"weight": np.ones((3, 8, 2))}, r"the weight has shape \(3, 8, 2\)"),
         (nn.ResidualLoss(np.exp, ("u",)), {"mask": np.ones((3, 8, 2), bool)}, r"the mask has shape \(3, 8, 2\)"),
     ],

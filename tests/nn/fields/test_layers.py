@@ -330,5 +330,5 @@ def test_a_loss_of_fields_is_the_loss_alone_and_takes_its_weights(rng):
 
 @pytest.mark.parametrize("shape", [(3, 2, 2, 4), (3, 16, 15, 4), (3, 2), (3, 1, 16, 4)])
 def test_a_target_of_other_extents_than_the_prediction_is_refused(shape, rng):
-    with pytest.raises(DataError, match=r"positions of the prediction, \(3, 16, 16\); one of them has"):
+    with pytest.raises(DataError, match=r"of the prediction, \(3, 16, 16\); one of them has shape"):
         nn.FieldLoss(nn.MeanSquaredError()).forward(rng.normal(size=(3, 16, 16, 4)), np.zeros(shape))

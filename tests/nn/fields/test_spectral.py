@@ -123,6 +123,12 @@ def test_settings_that_are_not_allowed_are_told(settings, why):
         nn.SpectralConv(**{"inputs": 1, "outputs": 1, "modes": (3,), **settings})
 
 
+@pytest.mark.parametrize("setting", ["coordinates", "activation_checkpointing"])
+def test_a_flag_of_an_operator_is_true_or_false(setting):
+    with pytest.raises(ConfigError, match=f"FNO: {setting}=None: expected True or False"):
+        nn.FNO(1, 1, **{setting: None})
+
+
 def test_a_field_with_fewer_positions_than_modes_is_told():
     with pytest.raises(DataError, match=r"modes=\(4, 5\) are more than a field of \(4, 4\) positions has"):
         nn.SpectralConv(1, 1, (4, 5)).forward({"weight": np.zeros((4, 3, 2, 1, 1))}, np.zeros((1, 4, 4, 1)))

@@ -142,6 +142,8 @@ MISTAKES = {
     "no layer": (lambda: placed(network(blocks={"a": 3})), "block 'a' .* is 3, not a layer: it has no method specs"),
     "a class as a loss": (lambda: placed(network(loss=mz.nn.CrossEntropy)), "the class CrossEntropy.*call it"),
     "a name as a loss": (lambda: placed(network(loss="mse")), "'mse', not a loss: it has no method forward"),
+    "a name to evaluate with": (lambda: placed(network()).evaluate(X, Y, loss="l1"), "'l1', not a loss"),
+    "a class to evaluate with": (lambda: placed(network()).evaluate(X, Y, loss=mz.nn.L1Loss), "class L1Loss.*call it"),
     "an unknown dtype": (lambda: placed(network(dtype="flot")), "type 'flot' are not supported .* use float32"),
     "no seed": (lambda: placed(network(seed=None)), "seed=None: expected a whole number"),
     "arguments in another order": (lambda: mz.ZeRO2Model(mz.ShardingConfig(), black_box()), "needs a ShardingConfig"),
