@@ -20,7 +20,7 @@ from mpizero._util.names import explains
 from mpizero._util.pytree import map_leaves
 from mpizero.errors import ConfigError, DataError
 from mpizero.nn.fields import on_each, require_field
-from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, WeightedTarget, require_shape, times
+from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, times
 from mpizero.nn.space import WHOLE, Space
 from mpizero.nn.space_losses import OnSpace, SpaceLoss, numbers_from_zero, scaled_gradient
 from mpizero.types import Array, Loss
@@ -246,9 +246,6 @@ def _on_space(
         return loss.on_space(space, prediction, target, along, extents)
     if isinstance(loss, RelativeL2Loss):
         return _relative(loss, space, prediction, target, along, extents)
-    if isinstance(loss, ElementLoss):  # of the whole, because a user does not know the tiles
-        values, shape = WeightedTarget.of(target, type(loss).__name__).values, loss.target_shape(prediction.shape)
-        require_shape(type(loss).__name__, values.shape, shape)
     if along is not None:
         target = _weighted(target, along, prediction)
     caches, sums = [], []
