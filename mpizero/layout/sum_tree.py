@@ -385,8 +385,8 @@ def _sent(
 ) -> tuple[tuple[tuple[Program, ...], ...], list[tuple[TreeNode, Program]]]:
     """Return the programs by which each group sums its nodes of the tree, and the nodes that all groups send.
 
-    A program says which rows to add in which order. Each node that is sent comes with the program that reads it: the
-    index of its row among the rows of all groups.
+    A program says which rows to add in which order. Each node that is sent comes with a program of one row, by which
+    the receiver reads it: the index of its row among the rows that all groups send.
     """
     sums = [merge(nodes, total) for nodes in groups]
     programs = tuple(tuple(program for _, program in group) for group in sums)

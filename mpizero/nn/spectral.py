@@ -383,7 +383,7 @@ class FNOLift(Wrapper, FieldLayer):
         return self.layer.operations(self._wide(shape))
 
     def trace(self, graph: Graph, name: str, source: NodeOutput) -> NodeOutput:
-        """Add a node for the coordinates, and the layers' nodes; return the last output."""
+        """Add nodes for the coordinates and the layers to the exported computation graph; return the last output."""
         if self.coordinates:
             source = graph.add("Coordinates", f"{name}.coordinates", (source,), self._wide(source.shape))
         return self.layer.trace(graph, name, source)

@@ -496,10 +496,10 @@ def check_bucket(settings: DataParallelSettings, compression: str | None, named:
 def check_wire(config: Config, dtype: Any, contexts: int, statistics: Sequence[str]) -> None:
     """Raise an error if the model or its context groups exclude ``config.wire`` or ``config.wire_parameters``.
 
-    Not collective. ``wire`` needs a model in float32 and no context groups: gradients of the ranks of a context group
-    are parts of a grain, which one process adds without rounding. ``wire_parameters`` needs a model without averaged
-    parameters. ``contexts`` is the number of ranks in a context group. ``statistics`` are the names of the model's
-    averaged parameters.
+    Not collective. ``wire``, which rounds each grain's gradients to bfloat16, needs a model in float32 and no context
+    groups: there a rank has the gradients of a part of a grain, which one process does not round. ``wire_parameters``
+    needs a model without averaged parameters. ``contexts`` is the number of ranks in a context group. ``statistics``
+    are the names of the model's averaged parameters.
     """
     if config.wire is not None and dtype != "float32":
         raise config.reject("wire", f"needs a model in float32, this one is in {dtype}")

@@ -419,7 +419,7 @@ class BlackBoxEvaluator:
     def _product(
         self, params: Mapping[str, Any], x: Any, y: Any, direction: Mapping[str, Array]
     ) -> tuple[float, Mapping[str, Array], float]:
-        """Call the model's Hessian ``product``; return 0 in place of a loss, the product, and the weight.
+        """Call the model's Hessian ``product``; return the tuple (0, product, weight), with 0 in the place of a loss.
 
         Not collective.
         """

@@ -357,7 +357,7 @@ class Mesh(NodeSettings, AxisSettings):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the mesh (collective); after an exception, only when all ranks next create a model."""
+        """Close the mesh (collective); after an exception, which others may not have, when all ranks create a model."""
         if error is None:
             self.close()
         elif "communicator" in self.__dict__:  # the other ranks may not have raised

@@ -150,7 +150,8 @@ class ShardedOptimizer:
         Raises
         ------
         ConfigError
-            If the model has another configuration, or a strategy that this class does not support.
+            If the model's configuration is not the one that this optimizer was given, or its strategy is one that this
+            class does not support.
         """
         if self._config not in (None, model.config):
             raise ConfigError(

@@ -576,7 +576,7 @@ class TrainingPlan:
     # ------------------------------------------------------------------ parts
 
     def _flow(self, traffic: RankTraffic) -> StageActivations:
-        """Return the memory that a rank needs for its micro-batches; ``traffic`` describes the rank.
+        """Return the memory that the rank of ``traffic``, which has its messages, needs for its micro-batches.
 
         The result is computed once for all ranks with the same stage, tensor rank, context rank and micro-batches.
         """
