@@ -89,7 +89,7 @@ class Repeat(Wrapper):
             )
 
     def forward(self, params: Params, x: Array, run: Run = EVALUATE) -> tuple[Array, Any]:
-        """Return the states, and the inputs of all steps. Collective if the layer is split."""
+        """Return the states, and the caches of all steps. Collective if the layer is split."""
         given, states, caches = x, list[Array](), list[Any]()
         for step in range(self.steps):
             if step:

@@ -213,7 +213,8 @@ class ResidualLoss(SpaceLoss):
     The function has no backward pass: its derivatives are found by complex arguments. It must be made of NumPy's
     arithmetic, powers, roots, exponential and trigonometric functions, position by position; ``abs``, ``maximum`` or
     comparisons are refused, and means or shifts over positions. It is called once and then once for each term and
-    channel, by tiles, and does not write to what it gets.
+    channel, by tiles, and does not write to what it gets. Two further calls, with a few changed values of the first
+    sample, find out whether it is a function of the position alone.
 
     Parameters
     ----------
@@ -323,11 +324,13 @@ class ResidualLoss(SpaceLoss):
         for change in (0, 0.125):
             parts = [np.tile(x[first], [*(2 for _ in first), 1]) for x in [*found, values]]
             for x in parts[: len(found) + (values.dtype.kind == "f")]:  # numbers of a kind stay what they are
-                x[first] += change * (1 + abs(x[first]))
+                x[first] -= change * (1 + abs(x[first]))  # which leaves whole numbers from 0 valid as indices
             with np.errstate(all="ignore"):
                 y = self._called(parts[:-1], parts[-1], found[0].dtype)
-            seen.append(y.reshape(-1, y.shape[-1])[1:])
-        if not np.allclose(seen[0], seen[1], rtol=1e-6, atol=0, equal_nan=True):  # products may round by address
+            seen.append(y.reshape(-1, y.shape[-1]))
+        largest = max(float(np.max(np.abs(y), initial=0, where=np.isfinite(y))) for y in seen)
+        before, after = (y[1:] for y in seen)
+        if not np.allclose(before, after, rtol=0, atol=1e-5 * largest, equal_nan=True):  # products may round by address
             raise ConfigError(
                 "ResidualLoss: the residual at a position depends on others, or changes from call to call; it gets one "
                 'tile of positions at a time: take differences from terms such as "x" or "xx", and no means or shifts'

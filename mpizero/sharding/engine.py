@@ -12,7 +12,7 @@ between nodes if the optimizer state is sharded (otherwise every node updates a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,15 @@ from mpizero import kernels, optim
 from mpizero._util.pytree import SampleTree
 from mpizero._util.text import notice
 from mpizero.comm.agreement import agree_equal
-from mpizero.errors import CollectiveError, DataError, PeerFailure, RemoteError, StateError
+from mpizero.errors import (
+    ArgumentError,
+    CollectiveError,
+    DataError,
+    PeerFailure,
+    RemoteError,
+    StateError,
+    UnsupportedError,
+)
 from mpizero.guard.guard import set_context
 from mpizero.layout.batch import GrainRule
 from mpizero.layout.mesh import groups_of
@@ -60,7 +68,7 @@ class Engine(PlacedModel):
         self._uses_average = self._warned_average = self._begun = False
         self._agreed_rule: GrainRule | None = None
         self._grain_notices = GrainNotices(self.grid.axes.data)
-        self._decided: tuple[Any, bool, bool] = (None, False, False)
+        self._decided: tuple[Any, bool, bool] | None = None
 
     # ------------------------------------------------------------------ one step
 
@@ -74,7 +82,7 @@ class Engine(PlacedModel):
         sent = self.store.bytes_sent
         batch, totals = self._compute(x, y, self.reducer, summed=True)
         report = self._finish(totals, sent, lambda: self._update(totals))
-        if self.prints_notices and self.grain_rule.coarse:
+        if self.prints_notices:
             self._grain_notices.after_step(self.grain_rule, batch.samples, self.model)
         return report
 
@@ -223,7 +231,7 @@ class Engine(PlacedModel):
         The sum and the update are one pass over memory if :func:`fuses_update` is true.
         """
         updater, divisors = self._bound(), self._divisors(totals)
-        if not self._fuses:
+        if not self._decide()[1]:
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced, totals.mean)
@@ -239,18 +247,22 @@ class Engine(PlacedModel):
     @property
     def _needs_norm(self) -> bool:
         """Tell whether a step needs the norm of the summed gradient, to clip the gradient or to detect an overflow."""
-        updater, codec, scaled = self._bound(), self.exchange.codec, self.loss_scale is not None
-        if self._decided[0] != (updater, codec, scaled):  # decided once for each optimizer, not in each step
+        return self._decide()[0]
+
+    def _decide(self) -> tuple[bool, bool]:
+        """Tell whether a step needs the norm, and whether sum and update are one pass: once for each optimizer."""
+        codec, scaled = self.exchange.codec, self.loss_scale is not None
+        if self._decided is None or self._decided[0] != (codec, scaled):
             ties, nodes, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
             norm = needs_norm(self.config, codec, loss_scale=scaled)
-            fuses = fuses_update(updater.optimizer, norm=norm, ties=ties, nodes=nodes, in_rounds=in_rounds)
-            self._decided = (updater, codec, scaled), norm, fuses
-        return self._decided[1]
+            fuses = fuses_update(self._bound().optimizer, norm=norm, ties=ties, nodes=nodes, in_rounds=in_rounds)
+            self._decided = (codec, scaled), norm, fuses
+        return self._decided[1:]
 
-    @property
-    def _fuses(self) -> bool:
-        """Tell whether gradients are summed and used for the update in one pass over memory."""
-        return not self._needs_norm and self._decided[2]
+    def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
+        """Set the model's optimizer, with fresh state, as :meth:`PlacedModel.bind` does."""
+        super().bind(optimizer, loss_scale)
+        self._decided = None
 
     def _reduced(self, reducer: GradientReducer, divisors: Divisors) -> Array:
         """Sum the gradients in ``reducer`` over the ranks, divide by ``divisors``, and return the averaged gradient.
@@ -431,7 +443,12 @@ class Engine(PlacedModel):
                 self.all_reduce.rounds(batch.count),
                 getattr(self.model, "loss", None) if loss is None else loss,
             )
-            with self.runner.using_loss(loss), needing(*COMPUTING):
+            with ExitStack() as contexts:
+                try:
+                    contexts.enter_context(self.runner.using_loss(loss))
+                except (ArgumentError, UnsupportedError) as error:
+                    self.scalars.fail(error)  # all ranks raise it when they agree
+                contexts.enter_context(needing(*COMPUTING))
                 result = evaluate(batch, self.runner, self.scalars, rounds, self._context, scores=scores, loss=used)
         if not weightless:
             check_weight(result.weight)

@@ -123,15 +123,13 @@ class IntegerState:
     def agree(self) -> None:
         """Check that all ranks have equal new values of integer arrays; send them to ranks without a micro-batch.
 
-        Collective over the world if the model has any integer array; else it does nothing.
+        Collective over the world; for models that have an integer array.
 
         Raises
         ------
         LayoutError
             On all ranks, if new values differ between the ranks of a stage.
         """
-        if not self.specs:
-            return
         world, state = self.grid.world, _NONE
         if self._new:
             changed = any((self.values[name] != value).any() for name, value in self._new.items())

@@ -131,7 +131,7 @@ class Integrity:
 
         The first computation after :meth:`watch` is collective over all ranks.
         """
-        if self.every and step % self.every == 0:
+        if step % self.every == 0:
             self._taken = (self.store.version, self._hashes())
 
     def verify(self) -> None:

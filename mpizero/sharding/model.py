@@ -406,6 +406,8 @@ class Model(ParameterAccess):
     def apply_gradients(self, gradients: Gradients, learning_rate: float) -> None:
         """Subtract ``learning_rate`` times a synchronized gradient from the parameters.
 
+        With ``wire_parameters`` the result is rounded to bfloat16, and the optimizer goes on from there.
+
         Raises
         ------
         TypeError

@@ -13,6 +13,7 @@ from mpizero.sharding.config import placement
 from mpizero.sharding.partition import ParallelLayout
 from mpizero.testing import run_in_threads
 from mpizero.tools.plan import Sent, TrainingPlan
+from mpizero.tools.plan.memory import nbytes_outside
 from tests.planning.test_costs import COUNTED, TAGS
 
 PURPOSE = {**TAGS, "slabs": "control", "point to point": "activations"}
@@ -35,6 +36,12 @@ class Own:
 
     def __init__(self, layer: Any) -> None:
         self.blocks = {"own": layer, "last": mz.nn.Conv(2, 1, (3, 3))}
+
+
+@pytest.mark.parametrize("loss", [mz.nn.MeanSquaredError(), mz.nn.RelativeL2Loss(), mz.nn.SpectralLoss(2)])
+def test_what_a_loss_of_fields_keeps_until_its_backward_pass_is_counted(loss: Any) -> None:
+    *_, cache = mz.nn.FieldLoss(loss).forward(X[..., :1] * 1, Y)
+    assert nbytes_outside(cache, frozenset()) >= Y.nbytes
 
 
 def measured(comm: Any, model: Any, strategy: str, layout: dict[str, Any], settings: dict[str, Any], batch: int) -> Any:

@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -192,6 +193,9 @@ def _inside(item: Any) -> list[Any]:
         return list(item)
     if is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, field.name) for field in fields(item)]
+    if isinstance(item, FunctionType):  # a loss may keep arrays in a function, as a cache
+        values = [cell.cell_contents for cell in item.__closure__ or ()]
+        return [value for value in values if isinstance(value, np.ndarray | list | tuple | FunctionType)]
     if isinstance(item, RecordingGroup | CommunicatorGroup | type) or callable(item):
         return []
     return list(getattr(item, "__dict__", {}).values())

@@ -188,9 +188,19 @@ def test_a_residual_is_that_of_differences_by_numpy(periodic, rng):
 
 def test_a_residual_may_look_up_coefficients_by_kinds_of_positions(rng):
     u, kinds, table = rng.normal(size=(2, 8, 9, 1)), rng.integers(0, 3, (2, 8, 9, 1)), np.array([1.0, 2.0, 5.0])
-    loss = nn.FieldLoss(nn.ResidualLoss(lambda u, kind: table[kind] * u, ("u", "target")))
-    total, weight, _ = loss.forward(u, kinds)
-    assert total / weight == pytest.approx(((table[kinds] * u) ** 2).mean(), rel=1e-12)
+    loss = nn.FieldLoss(nn.ResidualLoss(lambda u, kind: table[kind.astype(int)] * u, ("u", "target")))
+    for numbers in (kinds, kinds * 1.0, np.full(kinds.shape, 2.0)):
+        total, weight, _ = loss.forward(u, numbers)
+        assert total / weight == pytest.approx(((table[numbers.astype(int)] * u) ** 2).mean(), rel=1e-12)
+
+
+def test_a_residual_that_cancels_to_rounding_errors_is_one_of_the_position():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        weights = rng.normal(size=(3, 3)).astype(np.float32)
+        weights -= weights.mean(axis=0)
+        u = np.full((1, 8, 3), rng.normal(), np.float32)
+        nn.FieldLoss(nn.ResidualLoss(lambda u, weights=weights: u @ weights, ("u",))).forward(u, np.zeros((1, 8, 1)))
 
 
 def test_a_sum_of_losses_has_the_mean_of_each(rng):

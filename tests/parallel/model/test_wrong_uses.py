@@ -453,3 +453,13 @@ def test_a_step_after_several_gradients_says_that_it_takes_the_last(capfd):
         model.compute_gradients(X, LABELS)
         model.optimizer.step()
         assert "compute_gradients" not in capfd.readouterr().err
+
+
+def test_a_loss_that_is_none_on_one_rank_is_an_error_on_all():
+    def run(comm):
+        with mz.Mesh(comm) as mesh, mz.distribute(network(), mz.SGD(), mesh=mesh) as model:
+            with pytest.raises((mz.errors.ArgumentError, mz.errors.RemoteError), match="'l1', not a loss"):
+                model.evaluate(X, Y, loss="l1" if comm.rank else None)
+            assert model.evaluate(X, Y).weight > 0
+
+    run_in_threads(2, run)
