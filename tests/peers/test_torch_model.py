@@ -173,6 +173,17 @@ def test_twenty_steps_in_float64_are_those_of_plain_pytorch(name: str, kind: str
     assert set(state) - set(found) <= {"head.out.weight"}  # tied
 
 
+def test_ranks_that_are_threads_may_make_models_of_one_module_at_once() -> None:
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(3):
+            run_in_threads(4, lambda comm: mz.adapters.torch.TorchModel(net, CE))
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_a_block_may_change_its_input_in_place() -> None:
     torch.manual_seed(0)
     first = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from threading import Lock
 from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -61,6 +62,8 @@ from mpizero.errors import ArgumentError, ConfigError, LayoutError
 from mpizero.layout.flat import joined, nested
 from mpizero.types import EVALUATE, Array, Run
 
+#: Held while a module is looked at, copied and given hooks, because ranks that are threads may be given the same one.
+_COPYING = Lock()
 #: Largest number of samples of a micro-batch that is reported as too small for batch norms.
 FEW_FOR_BATCH_NORM = 2
 
@@ -162,14 +165,16 @@ class TorchModel:
         self._source = module
         original = self._made()
         self.dtype = dtype_of(original)
-        check_parameters(original)
-        check_functions(original)
-        check_loss(loss, original)
-        self._originals = Originals(original)
-        self._had_gradients = {name: p.requires_grad for name, p in original.named_parameters(remove_duplicate=False)}
-        self._module = without_values(original)
-        if original is module:
-            LeftBehind(module, self._originals)
+        with _COPYING:
+            check_parameters(original)
+            check_functions(original)
+            check_loss(loss, original)
+            self._originals = Originals(original)
+            trained = original.named_parameters(remove_duplicate=False)
+            self._had_gradients = {name: p.requires_grad for name, p in trained}
+            self._module = without_values(original)
+            if original is module:
+                LeftBehind(module, self._originals)
         self._trial = Trial(done=not compare_forward)
         chosen = {"": self._module}
         besides = extra_arguments(loss)
