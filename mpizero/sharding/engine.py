@@ -68,7 +68,6 @@ class Engine(PlacedModel):
         self._uses_average = self._warned_average = self._begun = False
         self._agreed_rule: GrainRule | None = None
         self._grain_notices = GrainNotices(self.grid.axes.data)
-        self._decided: tuple[Any, bool, bool] | None = None
 
     # ------------------------------------------------------------------ one step
 
@@ -231,7 +230,8 @@ class Engine(PlacedModel):
         The sum and the update are one pass over memory if :func:`fuses_update` is true.
         """
         updater, divisors = self._bound(), self._divisors(totals)
-        if not self._decide()[1]:
+        ties, nodes, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
+        if not fuses_update(updater.optimizer, norm=self._needs_norm, ties=ties, nodes=nodes, in_rounds=in_rounds):
             with self.timeline.span("reduction"):
                 reduced = self._reduced(self.reducer, divisors)
             return self.apply(reduced, totals.mean)
@@ -247,22 +247,7 @@ class Engine(PlacedModel):
     @property
     def _needs_norm(self) -> bool:
         """Tell whether a step needs the norm of the summed gradient, to clip the gradient or to detect an overflow."""
-        return self._decide()[0]
-
-    def _decide(self) -> tuple[bool, bool]:
-        """Tell whether a step needs the norm, and whether sum and update are one pass: once for each optimizer."""
-        codec, scaled = self.exchange.codec, self.loss_scale is not None
-        if self._decided is None or self._decided[0] != (codec, scaled):
-            ties, nodes, in_rounds = self.ties is not None, self.grid.inter_node.size, self.reducer.in_rounds
-            norm = needs_norm(self.config, codec, loss_scale=scaled)
-            fuses = fuses_update(self._bound().optimizer, norm=norm, ties=ties, nodes=nodes, in_rounds=in_rounds)
-            self._decided = (codec, scaled), norm, fuses
-        return self._decided[1:]
-
-    def bind(self, optimizer: Any, loss_scale: optim.DynamicLossScale | None = None) -> None:
-        """Set the model's optimizer, with fresh state, as :meth:`PlacedModel.bind` does."""
-        super().bind(optimizer, loss_scale)
-        self._decided = None
+        return needs_norm(self.config, self.exchange.codec, loss_scale=self.loss_scale is not None)
 
     def _reduced(self, reducer: GradientReducer, divisors: Divisors) -> Array:
         """Sum the gradients in ``reducer`` over the ranks, divide by ``divisors``, and return the averaged gradient.
