@@ -155,7 +155,7 @@ def redistribute(
     """
     comm, part = grid.batch, _RankBatch(x, y, arguments, axes)
     table = _exchange_header(grid, part, first=first)
-    counts = tuple([table[rank] for rank in grid.batch_ranks])
+    counts = tuple(table[rank] for rank in grid.batch_ranks)
     if check_parts is not None:
         check_parts(part.tree)
     if part.tree.uncut:

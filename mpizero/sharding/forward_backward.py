@@ -71,7 +71,7 @@ class BlockEvaluator:
 
     If parameters are sharded, a unit is gathered before its forward pass and freed afterwards, and again for its
     backward pass. ``loss_scale`` returns the current loss scale. ``run_on`` adds the length of the sequences in a
-    micro-batch ``x`` to its ``Run``; it is None if no layer is split. After an error of the types ``agreeable``
+    micro-batch ``x`` to its ``Run``, if layers are split. After an error of the types ``agreeable``
     (:func:`agreeable_errors`) a rank joins the remaining collectives. After any other error it must not: if layers are
     split over ranks, the other ranks then wait inside a layer. In the methods, "collective if sharded" means collective
     over the data group if parameters or gradients are sharded.
@@ -82,7 +82,7 @@ class BlockEvaluator:
         model: BlockModel,
         store: ParameterProvider,
         loss_scale: Callable[[], float],
-        run_on: Callable[[Any, Run], Run] | None = None,
+        run_on: Callable[[Any, Run], Run] = lambda x, run: run,
         agreeable: tuple[type[Exception], ...] = (Exception,),
     ) -> None:
         self.model, self.store, self.loss_scale, self.run_on = model, store, loss_scale, run_on
@@ -110,8 +110,7 @@ class BlockEvaluator:
         caches: dict[str, Any] = {}
         clock = self.store.timeline
         with _Passage(self.store, self.units, gradients.reduce, self._agreeable) as passed:
-            if self.run_on is not None:
-                run = self.run_on(x, run)
+            run = self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:
@@ -154,7 +153,7 @@ class BlockEvaluator:
     def predict(self, x: Any, run: Run = EVALUATE) -> Any:
         """Return the last block's output for ``x``; if ``x`` is None, only join the gathers. Collective if sharded."""
         with _Passage(self.store, self.units, None, self._agreeable) as passed:
-            run = EVALUATE if x is None else run if self.run_on is None else self.run_on(x, run)
+            run = EVALUATE if x is None else self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
                     for block in unit.blocks:

@@ -269,7 +269,7 @@ def apart(value: Any, parts: Sequence[Array]) -> Any:
     Not collective.
     """
     if isinstance(value, np.ndarray):
-        return value.copy() if any([np.may_share_memory(value, part) for part in parts]) else value
+        return value.copy() if any(np.may_share_memory(value, part) for part in parts) else value
     if value is None:
         return None
     return map_leaves(lambda leaf: apart(leaf, parts) if isinstance(leaf, np.ndarray) else leaf, value)

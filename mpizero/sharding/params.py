@@ -892,7 +892,7 @@ class ParameterStore:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other ranks for any purpose, with those of parameters that it will send."""
-        return self.grid.bytes_sent + sum([gathering.bytes_left for gathering in self._gathering])
+        return self.grid.bytes_sent + sum(gathering.bytes_left for gathering in self._gathering)
 
     def _last_region(self, block: str) -> int:
         """Return how many regions must have arrived before a rank reads ``block``: it reads none of the later ones.

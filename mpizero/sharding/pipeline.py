@@ -81,8 +81,8 @@ def make_runner(
     provider = device.parameter_provider(store)
     if grid.pipeline.size > 1:
         return PipelineRunner(grid.pipeline, loss_scale, partitioned, provider, scalars, **kinds)
-    run_on = partitioned.run_on if partitioned.is_split else None
-    evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, run_on, kinds["agreeable"])
+    split: Any = {"run_on": partitioned.run_on} if partitioned.is_split else {}
+    evaluator = BlockEvaluator(partitioned.local, provider, loss_scale, agreeable=kinds["agreeable"], **split)
     return SequentialRunner(evaluator, partitioned, scalars, **kinds)
 
 
