@@ -22,7 +22,7 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.nn.fields import on_each, require_field
 from mpizero.nn.losses import CrossEntropy, ElementLoss, RelativeL2Loss, times
 from mpizero.nn.space import WHOLE, Space
-from mpizero.nn.space_losses import OnSpace, SpaceLoss, numbers_from_zero, scaled_gradient
+from mpizero.nn.space_losses import LossWithGradient, SpaceLoss, numbers_from_zero, scaled_gradient
 from mpizero.types import Array, Loss
 
 #: Losses that a :class:`FieldLoss` computes by spatial tiles.
@@ -136,7 +136,7 @@ class SumLoss(SpaceLoss):
 
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> OnSpace:
+    ) -> LossWithGradient:
         """Return the sum of the losses in units of the first one's weight, and its gradient. Collective."""
         total, first, parts = 0.0, 0.0, list[Any]()
         for one, factor in zip(self.losses, self.factors, strict=True):
@@ -240,7 +240,7 @@ class FieldLoss:
 
 def _on_space(
     loss: Any, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-) -> OnSpace:
+) -> LossWithGradient:
     """Return loss sum and weight of the whole field, and the gradient as a function of a factor. Collective."""
     if isinstance(loss, SpaceLoss):
         return loss.on_space(space, prediction, target, along, extents)
@@ -276,7 +276,7 @@ def _on_space(
 
 def _relative(
     loss: RelativeL2Loss, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-) -> OnSpace:
+) -> LossWithGradient:
     """Return what :func:`_on_space` does, of a loss that is relative to the norm of each sample."""
     difference, targets, roots, of_samples = loss.terms(prediction, target)
     roots = np.ones(prediction.shape) if roots is None else roots

@@ -35,7 +35,7 @@ from mpizero.nn.space import Space
 from mpizero.types import Array
 
 #: Loss sum and weight of a whole field, and a function that returns a number times the gradient.
-OnSpace = tuple[float, float, Callable[[float], Array]]
+LossWithGradient = tuple[float, float, Callable[[float], Array]]
 
 
 class SpaceLoss(ABC):
@@ -44,7 +44,7 @@ class SpaceLoss(ABC):
     @abstractmethod
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> OnSpace:
+    ) -> LossWithGradient:
         """Return loss sum and weight of the whole field, and the gradient as a function of a factor. Collective.
 
         ``prediction`` and ``target`` are this rank's part of a field with the given ``extents``, ``along`` the weights
@@ -137,7 +137,7 @@ class SpectralLoss(SpaceLoss):
 
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> OnSpace:
+    ) -> LossWithGradient:
         """Return loss sum and weight, and the gradient as a function of a factor. Collective over a domain."""
         values, of_samples, of_elements = _parsed("SpectralLoss", target, prediction)
         if along is not None or of_elements.weight is not None or of_elements.mask is not None:
@@ -279,7 +279,7 @@ class ResidualLoss(SpaceLoss):
 
     def on_space(
         self, space: Space, prediction: Array, target: Any, along: Array | None, extents: tuple[int, ...]
-    ) -> OnSpace:
+    ) -> LossWithGradient:
         """Return loss sum and weight, and the gradient as a function of a factor. Collective over a domain."""
         orders, spacing, periodic = self._stencils(extents)
         values, of_samples, of_elements = _parsed("ResidualLoss", target, prediction)
@@ -298,7 +298,7 @@ class ResidualLoss(SpaceLoss):
         field = fetched(prediction)
         found = [_difference(field, one, wide, spacing) for one in orders]
         if prediction.size:
-            self._require_local(found, values)
+            self._require_pointwise(found, values)
         slopes, sums = np.zeros((len(found), *prediction.shape), prediction.dtype), []
         for place in _inner_tiles(space, extents, [w and not p for w, p in zip(wide, periodic, strict=True)]):
             one = (slice(None), *place)
@@ -318,7 +318,7 @@ class ResidualLoss(SpaceLoss):
             gradient += (-1) ** sum(term) * _difference(part, term, wide, spacing)
         return float(total[0]), float(total[1]), scaled_gradient(gradient, np.ones(len(prediction)))
 
-    def _require_local(self, found: list[Array], values: Array) -> None:
+    def _require_pointwise(self, found: list[Array], values: Array) -> None:
         """Raise :class:`ConfigError` if the residual at a position depends on others, which a tile may not have."""
         first, seen = (slice(1),) * (values.ndim - 1), []
         for change in (0, 0.125):
