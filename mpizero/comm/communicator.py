@@ -263,15 +263,15 @@ class Transport(ABC):
     def _iallgather(self, send: Array, recv: Array) -> Request: ...
 
     @abstractmethod
-    def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request: ...
-
-    @abstractmethod
     def _igather_spans(self, send: Array, recv: Array, spans: Sequence[Span]) -> Request: ...
 
     @abstractmethod
     def _ialltoallv(
         self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Request: ...
+
+    @abstractmethod
+    def _allgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> None: ...
 
     @abstractmethod
     def _reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None: ...
@@ -286,9 +286,6 @@ class Transport(ABC):
 
     def _allgather(self, send: Array, recv: Array) -> None:
         self._iallgather(send, recv).wait()
-
-    def _allgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
-        self._iallgatherv(send, recv, counts).wait()
 
     def _alltoallv(self, send: Array, recv: Array, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
         self._ialltoallv(send, recv, send_counts, recv_counts).wait()
@@ -411,16 +408,12 @@ class Communicator(Transport):
         Collective over the communicator; ``counts`` is the same on every rank and may contain zeros. ``send`` and
         ``recv`` do not overlap.
         """
-        call = self._count_allgatherv("allgatherv", tag, send, recv, counts)
+        check_pair(self, "allgatherv", tag, send, recv)
+        check_blocks(self, "allgatherv", tag, recv, counts)
+        check_block_size(self, "allgatherv", tag, send, counts)
+        self.counters.add(send.nbytes * (self.size - 1), tag)
+        call = "allgatherv", tag, send.dtype.char, tuple(counts)
         self._call(call, self._allgatherv, send, recv, counts)
-
-    def iallgatherv(self, send: Array, recv: Array, counts: Sequence[int], tag: str = "") -> Request:
-        """Start :meth:`allgatherv`; neither array may be written, nor ``recv`` read, before the request has ended.
-
-        Collective over the communicator.
-        """
-        call = self._count_allgatherv("iallgatherv", tag, send, recv, counts)
-        return self._call(call, self._iallgatherv, send, recv, counts)
 
     def igather_spans(self, send: Array, recv: Array, spans: Sequence[Span], tag: str = "") -> Request:
         """Start an all-gather: ``send`` of rank i is received in the elements ``spans[i]`` of ``recv`` of every rank.
@@ -636,13 +629,6 @@ class Communicator(Transport):
             raise self.error(operation, tag, f"{self.size} blocks of {send.size} elements do not fill it", recv)
         self.counters.add(send.nbytes * (self.size - 1), tag)
         return operation, tag, send.dtype.char, send.size
-
-    def _count_allgatherv(self, operation: str, tag: str, send: Array, recv: Array, counts: Sequence[int]) -> Signature:
-        check_pair(self, operation, tag, send, recv)
-        check_blocks(self, operation, tag, recv, counts)
-        check_block_size(self, operation, tag, send, counts)
-        self.counters.add(send.nbytes * (self.size - 1), tag)
-        return operation, tag, send.dtype.char, tuple(counts)
 
     def _count_alltoallv(
         self, operation: str, tag: str, send: Array, send_counts: Sequence[int], recv: Array, recv_counts: Sequence[int]

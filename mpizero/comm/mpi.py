@@ -218,12 +218,6 @@ class MpiCommunicator(Communicator):
             blocks = [recv, counts, None, TYPES[recv.dtype.char]]
             self._waiting.call(self._comm.Allgatherv, self._comm.Iallgatherv, spec(send), blocks)
 
-    def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
-        if recv.nbytes >= min(GATHER_DIRECTLY, self._limit):
-            return self._start(*self._to_all(send, recv, counts))
-        request = self._comm.Iallgatherv(spec(send), [recv, counts, None, TYPES[recv.dtype.char]])
-        return self._request([request], (send, recv))
-
     def _igather_spans(self, send: Array, recv: Array, spans: Sequence[Span]) -> Request:
         counts = [0 if rank == self.rank else span.size for rank, span in enumerate(spans)]
         # MPI refuses buffers that begin at one address, though nothing is received where something is sent.

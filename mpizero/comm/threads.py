@@ -224,13 +224,13 @@ class InMemoryCommunicator(Communicator):
         return self._post(payload, finish, buffer)
 
     def _iallgather(self, send: Array, recv: Array) -> Request:
-        return self._iallgatherv(send, recv, [send.size] * self.size)
-
-    def _iallgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> Request:
         def finish(exchange: Exchange) -> None:
             recv.reshape(-1)[:] = exchange.once(np.concatenate)
 
         return self._post(send.reshape(-1).copy(), finish, send)
+
+    def _allgatherv(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+        self._iallgather(send, recv).wait()
 
     def _igather_spans(self, send: Array, recv: Array, spans: Sequence[Span]) -> Request:
         def finish(exchange: Exchange) -> None:

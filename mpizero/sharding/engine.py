@@ -424,10 +424,8 @@ class Engine(PlacedModel):
         batch = self._redistribute(x, y, self.all_reduce)
         with self.scalars.world.trace.joint_task("evaluation"):
             scores = self.partitioned.is_last and self.grid.coordinates.tensor == 0  # losses are found here, and count
-            rounds, used = (
-                self.all_reduce.rounds(batch.count),
-                getattr(self.model, "loss", None) if loss is None else loss,
-            )
+            rounds = self.all_reduce.rounds(batch.count)
+            used = getattr(self.model, "loss", None) if loss is None else loss
             with ExitStack() as contexts:
                 try:
                     contexts.enter_context(self.runner.using_loss(loss))

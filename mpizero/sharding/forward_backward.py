@@ -605,10 +605,8 @@ class CheckedMicroBatch:
         self.batch, self.scalars = runner.compute_device.put_samples(batch), runner.scalars
         self.timeline, self.compute_device = runner.store.timeline, runner.compute_device
         self.by_block = runner.compute_device.tells_blocks
-        self._sentinels, self._integers = (
-            runner.sentinels,
-            self.scalars.integers if self.scalars.integers.specs else None,
-        )
+        self._sentinels = runner.sentinels
+        self._integers = self.scalars.integers if self.scalars.integers.specs else None
         self._written: dict[int, Any] = {}
         self._accumulated: set[str] = set()
 
@@ -625,13 +623,18 @@ class CheckedMicroBatch:
     def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
         """Check a block's gradients, which are complete, and add them to those of other micro-batches.
 
-        The other blocks of the unit may not be complete yet. Return ``dx``, the gradient of the block's input, or a
-        copy of it if it shares memory with the block's gradients, which the next block may overwrite.
+        If they are only added when the unit is complete, all blocks are checked together after the last of them. Return
+        ``dx``, the gradient of the block's input, or a copy of it if it shares memory with these gradients, which the
+        next block may overwrite.
         """
+        by_block = self.batch.by_block
+        if not by_block and block != unit.blocks[0]:
+            return dx
         begun = self.timeline.begin()
-        parts = self._parts(unit, block)
+        blocks = (block,) if by_block else unit.blocks[::-1]
+        parts = self.batch.flat_gradients(unit, blocks)
         dx = apart(dx, parts)
-        self._accumulate(unit, block, self._written[unit.index][block], parts)
+        self._accumulate(unit, blocks, parts)
         self.timeline.end("local sums", block, begun)
         return dx
 
@@ -642,29 +645,29 @@ class CheckedMicroBatch:
         called for the unit, because a layer has raised before.
         """
         with self.timeline.span("local sums", unit):
-            written = self._written.pop(unit.index, {})
-            if written:
+            if written := self._written.get(unit.index):
                 self.compute_device.done(unit, written)
-            for block, views in reversed(written.items()):  # the last one came first
-                if block not in self._accumulated:
-                    self._accumulate(unit, block, views, self._parts(unit, block))
+                # The last block came first.
+                if blocks := [block for block in reversed(written) if block not in self._accumulated]:
+                    self._accumulate(unit, blocks, self.batch.flat_gradients(unit, blocks))
+                del self._written[unit.index]
             self.batch.reduce(unit)
 
-    def _parts(self, unit: Unit, block: str) -> Sequence[Array]:
-        """Return the arrays that hold a block's gradients; none if the micro-batch has no samples."""
-        return () if self.batch.grain is None else self.batch.flat_gradients(unit, block)
-
-    def _accumulate(self, unit: Unit, block: str, views: Any, parts: Sequence[Array]) -> None:
+    def _accumulate(self, unit: Unit, blocks: Sequence[str], parts: Sequence[Array]) -> None:
+        """Check the gradients of ``blocks``, which ``parts`` holds, and add them to those of other micro-batches."""
+        written = self._written[unit.index]
         if (grain := self.batch.grain) is not None:
-            self._check(grain, block, views, parts)
-            if names := self.scalars.averages.get(block):
-                self._weight_averages(grain, block, views, names)
-            if self._integers is not None and (unlike := self._integers.take(block, *self.batch.sample_range)):
-                self.scalars.fail_later(unlike)
-        self._accumulated.add(block)
-        self.batch.accumulate(unit, block)
-        if self._sentinels is not None and self.batch.in_scratch:
-            self._sentinels.write_sentinels({block: views})  # the next block is written here, too
+            self._check(grain, {block: written[block] for block in blocks}, parts)
+            for block in blocks:
+                if names := self.scalars.averages.get(block):
+                    self._weight_averages(grain, block, written[block], names)
+                if self._integers is not None and (unlike := self._integers.take(block, *self.batch.sample_range)):
+                    self.scalars.fail_later(unlike)
+        self._accumulated.update(blocks)
+        for block in blocks if self.batch.by_block else ():
+            self.batch.accumulate(unit, block)
+            if self._sentinels is not None and self.batch.in_scratch:
+                self._sentinels.write_sentinels({block: written[block]})  # the next block is written here, too
 
     def _weight_averages(self, grain: Grain, block: str, views: Any, names: Sequence[str]) -> None:
         """Multiply new values of averaged parameters of a block, ``names``, by the micro-batch's number of samples."""
@@ -673,19 +676,22 @@ class CheckedMicroBatch:
             view *= view.dtype.type(self.batch.sample_range[1])
         self.scalars.check(grain.number, block, {name: values[name] for name in names})  # the product may be infinite
 
-    def _check(self, grain: Grain, block: str, views: Any, parts: Sequence[Array]) -> None:
-        """Check that a block's gradients, in ``parts``, are finite; if one is not, record it in ``scalars``.
+    def _check(self, grain: Grain, written: Mapping[str, Any], parts: Sequence[Array]) -> None:
+        """Check that the gradients of some blocks are finite; if one is not, record it in ``scalars``.
 
+        ``written`` has the views of the blocks' gradients by block, ``parts`` has all these gradients as flat arrays.
         If a gradient is not finite because the layer has not written it, an error that says so is recorded.
         """
-        if not all(map(all_finite, parts)):
+        finite = all(map(all_finite, parts))
+        for block, views in () if finite else written.items():
             missed = None if self._sentinels is None else self._sentinels.missed(block, views)
             if missed is not None:
                 self.scalars.fail_later(missed)
             else:
                 self.scalars.check(grain.number, block, views)
         if self.scalars.watch is not None:
-            self.scalars.watch(grain.number, self.batch.number, block, views)
+            for block, views in written.items():
+                self.scalars.watch(grain.number, self.batch.number, block, views)
 
 
 class SequentialRunner(Runner):

@@ -80,9 +80,11 @@ class MicroBatch:
     in_scratch : bool
         Whether the views of all blocks are views of the same memory. Then only one block may be written at a time:
         :meth:`accumulate` is called for a block before the next one is written.
+    by_block : bool
+        Whether :meth:`accumulate` does anything; it should then be called as soon as a block's gradients are complete.
     """
 
-    in_scratch = False
+    in_scratch = by_block = False
 
     def __init__(self, grain: Grain | None = None, number: int = 0) -> None:
         self.grain, self.number = grain, number
@@ -110,11 +112,8 @@ class MicroBatch:
         """Return the views that layers write a unit's gradients to. Not collective."""
         return {}
 
-    def flat_gradients(self, unit: Unit, block: str) -> Sequence[Array]:
-        """Return the gradients of a block as 1-D arrays, one for each of its ranges in ``Unit.gradient_ranges``.
-
-        Not collective.
-        """
+    def flat_gradients(self, unit: Unit, blocks: Sequence[str]) -> Sequence[Array]:
+        """Return the gradients of some blocks of a unit as 1-D arrays. Not collective."""
         return ()
 
     def accumulate(self, unit: Unit, block: str) -> None:
@@ -148,10 +147,12 @@ class ReduceScatterMicroBatch(MicroBatch):
         """Return views of this rank's part of the slot (buffer for one unit's gradients)."""
         return self._buffer.views_of(unit)
 
-    def flat_gradients(self, unit: Unit, block: str) -> Sequence[Array]:
-        """Return the arrays of the slot (buffer for a unit's gradients) that hold a block's gradients on this rank."""
+    def flat_gradients(self, unit: Unit, blocks: Sequence[str]) -> Sequence[Array]:
+        """Return the arrays of this rank's slot (buffer for a unit's gradients) that hold some blocks' gradients."""
         gradients = self._buffer.gradients_of(unit)
-        return [gradients[span.start : span.stop] for span in unit.gradient_ranges[block]]
+        if len(blocks) == len(unit.blocks):
+            return (gradients,)
+        return [gradients[span.start : span.stop] for block in blocks for span in unit.gradient_ranges[block]]
 
     def reduce(self, unit: Unit) -> None:
         """Add the unit's gradients to the sum over the grain; after the last micro-batch, reduce-scatter this sum."""
@@ -176,6 +177,8 @@ class AllReduceMicroBatch(MicroBatch):
     training step, completes them.
     """
 
+    by_block = True
+
     def __init__(self, buffer: AllReduceBuffer, grain: Grain, number: int, step: FoldStep, row: int | None) -> None:
         super().__init__(grain, number)
         self._buffer, self._step, self._row, self.in_scratch = buffer, step, row, row is None
@@ -185,9 +188,9 @@ class AllReduceMicroBatch(MicroBatch):
         """Return views of the row (memory for one gradient vector) to write to, or of the scratch array."""
         return self._buffer.views_of(self._row, unit)
 
-    def flat_gradients(self, unit: Unit, block: str) -> Sequence[Array]:
-        """Return the arrays of the row (memory for one gradient) or scratch array that hold a block's gradients."""
-        return self._buffer.parts_of(self._row, unit, block)
+    def flat_gradients(self, unit: Unit, blocks: Sequence[str]) -> Sequence[Array]:
+        """Return the arrays of the row (memory for one gradient) or scratch array that hold some blocks' gradients."""
+        return [part for block in blocks for part in self._buffer.parts_of(self._row, unit, block)]
 
     def accumulate(self, unit: Unit, block: str) -> None:
         """Add the block's gradients to the sum over the grain's micro-batches.
@@ -366,10 +369,13 @@ class ReduceScatterBuffer:
             lambda count: round_plan(self.grid.leaves(count), self.grid.group_sizes)
         )
         self._views: dict[tuple[int, int], Any] = {}
+        #: Of each slot and unit, what this rank adds if nothing is exchanged.
+        self._pieces: dict[tuple[int, int], list[RowRange]] = {}
         self._next = self._root = 0
         self._queue = SegmentQueue(exchange)
         self._one = np.ones(1, self.dtype)
-        store.progress.register("rounds", self.poll)
+        if exchange.comm.size > 1:
+            store.progress.register("rounds", self.poll)
 
     def reserve(self, count: int) -> None:
         """Do nothing, because the shared memory does not depend on the number of grains. Not collective."""
@@ -467,36 +473,38 @@ class ReduceScatterBuffer:
         """
         self._queue.begin()
         self.memory.barrier("unit gradients")
-        rows = self.slots[self._next]
-        ranges = [(s.flat_spans if self._in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shards]
-        base = self.shard.gradient_offsets[unit.index]
-        programs = [(level, self.exchange.both_programs(program)) for level, program in this_round.merges]
-        residuals = self.exchange.residuals(unit.index)
-        exact = [s if self._in_place else s.shift(-self.layout.gradient_bases[unit.index]) for s in self.exchange.exact]
-        to_sum = RowsToSum(rows, ranges, this_round.group_programs, "unit gradients", residuals, exact)
-
-        def merge(pieces: Iterable[RowRange]) -> None:
-            for piece in pieces:
-                self._merge(piece, base + piece.position, programs, this_round.arrivals)
-
-        if self.exchange.comm.size == 1:
-            merge(self.exchange.pieces(to_sum))
+        merge = partial(self._merge, unit, this_round)
+        if self.exchange.comm.size > 1:
+            self._queue.add(self.exchange.segments(self._to_sum(unit, this_round)), merge)
         else:
-            self._queue.add(self.exchange.segments(to_sum), merge)
+            key = self._next, unit.index
+            if key not in self._pieces:
+                self._pieces[key] = [*self.exchange.pieces(self._to_sum(unit, this_round))]
+            merge(self._pieces[key])
         if len(self.slots) == 1:
             self._queue.begin()
         self._next = (self._next + 1) % len(self.slots)
         if self._in_place and unit.index == 0:
             self.memory.barrier("gradients in place")
 
-    def _merge(
-        self, piece: RowRange, at: int, programs: Sequence[tuple[int, tuple[Array, Array]]], arrivals: int
-    ) -> None:
-        fused = kernels.backend(self.stack).update
-        rows = piece.rows[:arrivals]
-        for level, both in programs:
-            out, program = self.stack[level, at : at + piece.size], both[piece.rounded]
-            fused.tree_sum(rows, piece.first, self.stack, at, program, self._one, out, 0, piece.size)
+    def _to_sum(self, unit: Unit, this_round: Round) -> RowsToSum:
+        """Describe the gradients of ``unit`` in the current slot, and which rank owns which of them."""
+        in_place, base = self._in_place, self.layout.gradient_bases[unit.index]
+        ranges = [(s.flat_spans if in_place else s.gradient_spans.__getitem__)(unit.index) for s in self.shards]
+        exact = [span if in_place else span.shift(-base) for span in self.exchange.exact]
+        residuals = self.exchange.residuals(unit.index)
+        rows, programs = self.slots[self._next], this_round.group_programs
+        return RowsToSum(rows, ranges, programs, "unit gradients", residuals, exact)
+
+    def _merge(self, unit: Unit, this_round: Round, pieces: Iterable[RowRange]) -> None:
+        """Add the rows of ``pieces`` to the stack of partial sums."""
+        tree_sum, base = kernels.backend(self.stack).update.tree_sum, self.shard.gradient_offsets[unit.index]
+        programs = [(level, self.exchange.both_programs(program)) for level, program in this_round.merges]
+        for piece in pieces:
+            rows, at = piece.rows[: this_round.arrivals], base + piece.position
+            for level, both in programs:
+                out = self.stack[level, at : at + piece.size]
+                tree_sum(rows, piece.first, self.stack, at, both[piece.rounded], self._one, out, 0, piece.size)
 
 
 class AllReduceBuffer:
@@ -571,7 +579,8 @@ class AllReduceBuffer:
         self._dynamic_grains = 0  # number of grains of the batch if they are assigned dynamically, else 0
         self._one = np.ones(1, self.dtype)
         self.overlapped: OverlappedReduction | None = None
-        store.progress.register("rows", self.poll)
+        if exchange.comm.size > 1:
+            store.progress.register("rows", self.poll)
 
     @property
     def overlaps(self) -> bool:

@@ -27,7 +27,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -698,7 +698,10 @@ class ParameterStore:
         self._begun: ParameterAllGather | None = None
         weakref.finalize(self, poll_pending, self._gathering)
         self.progress = memory.progress
-        self.progress.register("parameters", self.poll, finish=self._finish_for_node, close=self.wait)
+        #: Whether parameters are sent to other ranks at all: within a node they lie in shared memory.
+        self._sends = self.sharded or bool(self._regions)
+        if self._sends:
+            self.progress.register("parameters", self.poll, finish=self._finish_for_node, close=self.wait)
         self._source: Callable[[Array], None] | None = None
         self._outdated = False
         self._views: dict[tuple[int, int], dict[str, Any]] = {}
@@ -757,9 +760,10 @@ class ParameterStore:
         values, self._source = self._local_values(), None  # the caller writes newer values than the GPU's
         return values[slice(*self.stored_span(self.shard, unit, self.shard.spans[unit]))]
 
-    @contextmanager
-    def unshard(self, unit: Unit, following: Unit | None = None, *, by_block: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield read-only nested views of a unit's parameters, by block.
+    def unshard(
+        self, unit: Unit, following: Unit | None = None, *, by_block: bool = False
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context that yields read-only nested views of a unit's parameters, by block.
 
         Collective over the data group if the store is sharded; the unit is gathered then, and the views are valid only
         inside the context.
@@ -787,7 +791,7 @@ class ParameterStore:
             buffer = (self._buffers[number] if self.sharded else self._values).view()
             buffer.flags.writeable = False
             self._views[key] = self.unit_views(unit, buffer)
-        yield self._views[key]
+        return nullcontext(self._views[key])
 
     def unsharded(self, unit: Unit) -> Array:
         """Return the array of the parameters of ``unit``, the unit that a sharded store has gathered last.
@@ -1041,7 +1045,7 @@ class ParameterStore:
         nested = {block: views(buffer, triples) for block, triples in placed.items()}
         if self.integers is not None:
             nested = {block: united(tree, self.integers.readonly_views(block)) for block, tree in nested.items()}
-        if not self.sharded and not self._regions:
+        if not self._sends:
             return nested
         return ParameterViews(nested, self.progress.poll, gathered=self.sharded)
 

@@ -169,12 +169,12 @@ def halved_slots(right, self, reduced, threads, loss):
 
 
 @fault(CheckedMicroBatch, "_check")
-def gradients_changed(right, self, grain, block, views, parts, *, change):
+def gradients_changed(right, self, grain, written, parts, *, change):
     """The gradients of every micro-batch that rank 1 computes are what ``change`` makes of them."""
     if self.scalars.grid.world.rank == 1:
-        for _, view in flat_names(views):
+        for _, view in flat_names(written):
             view[...] = change(view)
-    right(self, grain, block, views, parts)
+    right(self, grain, written, parts)
 
 
 def unseeded_noise(patch, size):
@@ -194,13 +194,13 @@ def rank_offset(patch, offset):
 
 
 @fault(CheckedMicroBatch, "_check")
-def rank_keyed_noise(right, self, grain, block, views, parts, *, size):
+def rank_keyed_noise(right, self, grain, written, parts, *, size):
     """The gradients of every rank have noise with the rank for a seed, but for rank 0."""
     world = self.scalars.grid.world
-    for _, view in flat_names(views) if world.rank else ():
-        noise = np.random.default_rng([world.rank, crc32(block.encode())]).standard_normal(view.shape)
+    for name, view in flat_names(written) if world.rank else ():
+        noise = np.random.default_rng([world.rank, crc32(name.encode())]).standard_normal(view.shape)
         view += (size * noise).astype(view.dtype)
-    right(self, grain, block, views, parts)
+    right(self, grain, written, parts)
 
 
 @fault(Engine, "_reduced")

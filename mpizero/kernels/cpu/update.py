@@ -410,13 +410,9 @@ def int8_decode(scales: Array, codes: Array, out: Array) -> None:
     """Write the values to which :func:`int8_encode` rounded, ``code * scale`` for each code, to ``out``."""
     for block in range(scales.size):
         first = block * COMPRESSION_BLOCK
-        scale, part, decoded = (
-            scales[block],
-            codes[first : first + COMPRESSION_BLOCK],
-            out[first : first + COMPRESSION_BLOCK],
-        )
-        for i in range(decoded.size):
-            decoded[i] = np.float32(part[i]) * scale
+        scale = scales[block]
+        for i in range(first, min(first + COMPRESSION_BLOCK, out.size)):
+            out[i] = np.float32(codes[i]) * scale
 
 
 def _reach(counts: Array, used: int, wanted: int) -> int:

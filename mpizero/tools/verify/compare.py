@@ -944,11 +944,8 @@ def record(task: TrainingTask, alone: Layout = ONE_PROCESS, tell: Progress = _si
     """
     started = time.monotonic()
     with placed(task, "self", alone) as training:
-        steps, grains, terms = (
-            [],
-            1,
-            float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1)),
-        )
+        steps, grains = [], 1
+        terms = float(max((side for e in training.layout.parameters for side in e.spec.shape), default=1))
         for number in range(task.steps + 1):
             training.train(min(number, 1))
             steps.append(_observed(training))
