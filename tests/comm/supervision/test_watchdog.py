@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpizero.comm import InMemoryCommunicator
 from mpizero.errors import CollectiveError, ConfigError, PeerFailure
+from mpizero.guard import call_trace, heartbeat
 from mpizero.guard.call_trace import CallTrace, CommunicatorRegistry
 from mpizero.guard.heartbeat import (
     HEARTBEAT,
@@ -21,7 +23,7 @@ from mpizero.guard.heartbeat import (
     describe_stuck_call,
     is_silent,
 )
-from mpizero.guard.remote_status import MESSAGES
+from mpizero.guard.remote_status import MESSAGES, StatusGroup, StatusGroups
 from mpizero.guard.watchdog import Watchdog
 from mpizero.testing import run_in_threads
 
@@ -33,14 +35,32 @@ def test_a_limit_is_a_positive_number_of_seconds(setting, seconds):
         run_in_threads(1, lambda comm: Watchdog(comm, **({"timeout": 1.0} | {setting: seconds})))
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that goes only where a test sets it."""
+    clock = SimpleNamespace(now=float(int(time.monotonic())))
+    monkeypatch.setattr(call_trace, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now))
+    return clock
+
+
+def watching(comm, timeout=10.0):
+    """Return a watchdog that looks when a test says so."""
+    watchdog, supervisor = Watchdog(comm, timeout), Supervisor()
+    supervisor.add = lambda *_: None
+    watchdog._guard = SimpleNamespace(supervisor=supervisor, ending=False, is_registered=lambda trace: False)
+    watchdog.start()
+    return watchdog
+
+
 def test_threads_that_wait_too_long_are_told_which_call_and_who_is_where():
     gate = threading.Event()
 
     def train(comm):
+        comm.barrier("first")
         with Watchdog(comm, timeout=0.2):
-            comm.barrier("first")
             if comm.rank == 1:
-                gate.wait(20)
+                gate.wait(60)
             try:
                 comm.allreduce(np.zeros(3), tag="gradients")
             except PeerFailure as error:
@@ -57,6 +77,38 @@ def test_threads_that_wait_too_long_are_told_which_call_and_who_is_where():
     assert "rank 1 at " in text
 
 
+def test_slow_ranks_are_left_alone_because_the_time_of_each_call_counts_by_itself(clock):
+    comm, _ = InMemoryCommunicator.group(2)
+    watchdog = watching(comm)
+    for _ in range(3):
+        comm.trace.entered = clock.now  # as if it were in a call
+        clock.now += 9.0
+        assert watchdog._look(clock.now) == 1.0, "so many seconds are left"
+        comm.trace.entered = 0.0
+        clock.now += 9.0
+        assert watchdog._look(clock.now) == 10.0
+    comm.trace.entered = clock.now
+    clock.now += 11.0
+    watchdog._look(clock.now)
+    with pytest.raises(PeerFailure, match=r"has lasted 11\.0 s"):
+        comm.barrier()
+
+
+def test_who_waits_for_one_that_writes_is_left_alone_while_bytes_come(clock):
+    comm, other = InMemoryCommunicator.group(2)
+    watchdog = watching(comm)
+    comm.trace.entered = clock.now
+    with other.trace.transfer("writing") as advance:
+        for _ in range(4):
+            advance(1)
+            clock.now += 9.0
+            watchdog._look(clock.now)
+        clock.now += 2.0
+        watchdog._look(clock.now)
+    with pytest.raises(PeerFailure, match=r"has lasted 38\.0 s"):
+        comm.barrier()
+
+
 def test_of_a_long_path_in_a_report_the_name_of_the_file_stays():
     path = f"/scratch/{'long/' * 20}run/.tmp-step_00000002/state.h5"
     trace = SimpleNamespace(name="world", sequence=2, operation="hdf5 close", tag=path, entered=1.0)
@@ -65,67 +117,37 @@ def test_of_a_long_path_in_a_report_the_name_of_the_file_stays():
     assert shown.endswith("run/.tmp-step_00000002/state.h5")
 
 
-@pytest.mark.slow
-def test_slow_ranks_are_left_alone():
+def test_it_leaves_no_file_behind(tmp_path):
     def train(comm):
-        with Watchdog(comm, timeout=0.5):
-            for step in range(4):
-                time.sleep(0.2 * (step % 2 == comm.rank))
-                comm.barrier()
-        return comm.trace.sequence
-
-    assert run_in_threads(2, train) == [4, 4]
-
-
-def test_it_leaves_no_thread_and_no_file_behind(tmp_path):
-    def train(comm):
-        with Watchdog(comm, timeout=5.0, folder=tmp_path):
+        with Watchdog(comm, timeout=60.0, folder=tmp_path):
             assert sorted(p.name for p in tmp_path.iterdir()) == ["hang-rank00000.txt"]
-            limit = time.monotonic() + 5
+            limit = time.monotonic() + 60
             while not (tmp_path / "heartbeat-rank00000.json").exists():
                 assert time.monotonic() < limit
                 time.sleep(0.01)
 
-    before = threading.active_count()
     run_in_threads(1, train)
     assert list(tmp_path.iterdir()) == []
-    assert threading.active_count() == before
 
 
-def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames(monkeypatch):
-    def look(*_):
-        raise AssertionError("frames were looked at")
-
-    monkeypatch.setattr("mpizero.guard.heartbeat.current_frame", look)
-    monkeypatch.setattr("mpizero.guard.heartbeat.all_stacks", look)
-    monkeypatch.setattr("mpizero.guard.watchdog.all_stacks", look)
+def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames_and_ends_with_the_last(monkeypatch):
+    frames, looked, look = [], threading.Semaphore(0), Watchdog._look
+    for name in ("heartbeat.current_frame", "heartbeat.all_stacks", "watchdog.all_stacks"):
+        monkeypatch.setattr(f"mpizero.guard.{name}", frames.append)
+    monkeypatch.setattr(Watchdog, "_look", lambda watchdog, now: (look(watchdog, now), looked.release())[0])
 
     def train(comm):
-        with Watchdog(comm, timeout=5.0):
+        with Watchdog(comm, timeout=60.0):
             comm.barrier()
-            names = [thread.name for thread in threading.enumerate()]
-            time.sleep(0.3)  # it looks at least once
+            threads = [thread for thread in threading.enumerate() if thread.name == HEARTBEAT]
+            assert looked.acquire(timeout=60)
             comm.barrier()
-        return names.count(HEARTBEAT)
+        return threads
 
-    before = threading.active_count()
-    assert run_in_threads(16, train) == [1] * 16
-    assert threading.active_count() == before
-
-
-@pytest.mark.slow
-def test_threads_that_wait_for_one_that_writes_are_left_alone_while_bytes_come():
-    def save(comm):
-        with Watchdog(comm, timeout=1.5):
-            if comm.rank == 1:
-                with comm.trace.transfer("writing") as advance:
-                    for _ in range(6):
-                        time.sleep(0.4)
-                        advance(1)
-            comm.barrier()
-        return True
-
-    assert run_in_threads(2, save) == [True, True]
+    (thread,) = set(itertools.chain(*run_in_threads(16, train)))
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not frames
 
 
 @pytest.mark.parametrize(
@@ -161,43 +183,28 @@ def test_a_listener_that_raises_is_reported_once_and_asked_again(capfd):
 
     supervisor = Supervisor()
     supervisor.add(look, 0.01)
-    assert all(looked.acquire(timeout=20) for _ in range(3))
+    assert all(looked.acquire(timeout=60) for _ in range(3))
     supervisor.remove(look)
     assert capfd.readouterr().err.count("OSError: planted") == 1
 
 
-def test_watchdogs_of_threads_that_are_far_from_their_limit_are_not_called():
-    ticks, looks = threading.Semaphore(0), []
+def test_a_listener_that_wants_no_call_for_some_time_gets_none_until_it_is_added_anew():
+    """Such as the watchdogs of threads that are far from their limit."""
+    ticks, looks = threading.Semaphore(0), threading.Semaphore(0)
 
     def rarely(now):
-        looks.append(now)
+        looks.release()
         return 3600.0
 
     supervisor = Supervisor()
-    supervisor.add(rarely, 0.01)
     supervisor.add(lambda now: ticks.release(), 0.01)
-    assert all(ticks.acquire(timeout=20) for _ in range(5))
-    assert len(looks) == 1
-    supervisor.remove(rarely)
-    supervisor.add(rarely, 0.01)
-    assert all(ticks.acquire(timeout=20) for _ in range(5))
+    for _ in range(2):
+        supervisor.add(rarely, 0.01)
+        assert looks.acquire(timeout=60)
+        assert all(ticks.acquire(timeout=60) for _ in range(5))
+        assert not looks.acquire(blocking=False)
+        supervisor.remove(rarely)
     supervisor.stop()
-    assert len(looks) == 2, "once more, because it was added anew"
-
-    def wait(comm):
-        watchdog = Watchdog(comm, timeout=500.0)
-        watchdog.start()
-        watchdog._guard.supervisor.remove(watchdog._look)  # called below instead
-        found = watchdog._look(time.monotonic())
-        if comm.rank == 0:
-            comm.trace.entered = time.monotonic() - 200.0  # as if it were in a call
-            found = found, watchdog._look(time.monotonic())
-        watchdog.stop()
-        return found
-
-    (quiet, waiting), other = run_in_threads(2, wait)
-    assert quiet == other == 500.0
-    assert 295.0 < waiting < quiet, "less is left; seconds in which the process stood still do not count"
 
 
 def test_the_ranks_of_a_node_share_out_whose_calls_they_compare():
@@ -240,7 +247,7 @@ def test_only_where_its_thread_runs_can_the_timer_end_a_process(monkeypatch, thr
         if not threads:
             monkeypatch.setattr(threading.Thread, "start", refuse)
         with watchdog:
-            return armed.wait(20 if threads else 0)
+            return armed.wait(60 if threads else 0)
 
     assert run_in_threads(1, train) == [threads]
 
@@ -264,7 +271,7 @@ def test_files_of_two_threads_are_told_of_as_long_as_they_are_read_or_written(at
     def another():
         with trace.transfer("another"):
             entered.set()
-            leave.wait(20)
+            leave.wait(60)
 
     def interrupt():
         trace.looked = None
@@ -280,13 +287,13 @@ def test_files_of_two_threads_are_told_of_as_long_as_they_are_read_or_written(at
             if at_the_end:
                 trace.looked = interrupt
             else:
-                assert entered.wait(20)
+                assert entered.wait(60)
                 assert sorted(transfer.what for transfer in trace.transfers) == ["another", "one"]
-        assert entered.wait(20)
+        assert entered.wait(60)
         assert [transfer.what for transfer in trace.transfers] == ["another"]
     finally:
         leave.set()
-        thread.join(20)
+        thread.join(60)
     assert trace.transfers == ()
 
 
@@ -297,25 +304,18 @@ def test_it_watches_and_lets_go_over_mpi(world):
             world.barrier()
 
 
-def test_ranks_of_this_node_are_looked_at_after_those_that_do_not_answer():
+def test_ranks_of_this_node_are_looked_at_after_those_that_do_not_answer(clock):
     """A rank that writes four times a second is not silent because another node has kept its reader waiting."""
 
-    def work(comm):
-        watchdog = Watchdog(comm, timeout=1.0)
-        slots = {0: {}, 1: {}}
+    def nobody_answers():
+        clock.now += 30.0
+        return {}
 
-        def read():
-            return {rank: slot | {"beat": time.monotonic()} for rank, slot in slots.items()}
-
-        def read_all():
-            time.sleep(0.1)
-            return read()
-
-        watchdog._guard = SimpleNamespace(statuses=SimpleNamespace(read=read, read_all=read_all))
-        return max(slot["age"] for slot in watchdog._records((0, 1, 2)).values())
-
-    (oldest,) = run_in_threads(1, work)
-    assert oldest < 0.05
+    here = SimpleNamespace(ranks=(0, 1), read=lambda: {rank: {"beat": clock.now} for rank in (0, 1)})
+    statuses, watchdog = StatusGroups(), watching(InMemoryCommunicator.group(1)[0])
+    statuses.groups = [StatusGroup((0, 1, 2), None, here, SimpleNamespace(read=nobody_answers))]
+    watchdog._guard = SimpleNamespace(statuses=statuses)
+    assert {rank: record["age"] for rank, record in watchdog._records((0, 1, 2)).items()} == {0: 0.0, 1: 0.0}
 
 
 def test_a_rank_that_reports_is_not_silent():
@@ -324,25 +324,23 @@ def test_a_rank_that_reports_is_not_silent():
     assert not is_silent(slot | {"reports": True}, 0.25)
 
 
-def test_bytes_of_messages_restart_the_clock_of_a_call_of_their_rank_and_of_no_other():
+@pytest.mark.parametrize(
+    ("what", "moving"), [(MESSAGES, [True, False, False]), ("writing state.h5", [True, True, True])]
+)
+def test_bytes_of_a_rank_restart_the_clock_of_its_calls_and_those_of_files_that_of_all(clock, what, moving):
     """A slow link is not stuck, and a part of a job that goes on does not hide that another part is."""
+    records = {0: {"beat": clock.now}, 1: {"beat": clock.now, "transfers": [[what, 9, 0.1]]}}
 
-    def work(comm):
-        records = {0: {"beat": time.monotonic()}, 1: {"beat": time.monotonic(), "transfers": [[MESSAGES, 9, 0.1]]}}
-        statuses = SimpleNamespace(read=lambda: records, read_all=lambda: records)
+    def moves(members):
+        watchdog = watching(InMemoryCommunicator.group(1)[0])
+        watchdog._guard.statuses = SimpleNamespace(read=lambda: records, read_all=lambda: records)
+        watchdog._shared = True
+        watchdog._register = SimpleNamespace(live=[SimpleNamespace(key="key", members=members)])
+        return watchdog._bytes_move(["key", "world", 1, "barrier", "", 30.0], clock.now)
 
-        def moves(members):
-            watchdog = Watchdog(comm, timeout=20.0)
-            watchdog._guard = SimpleNamespace(supervisor=Supervisor(), statuses=statuses)
-            watchdog._shared = True
-            watchdog._register = SimpleNamespace(live=[SimpleNamespace(key="key", members=members)])
-            return watchdog._bytes_move(["key", "world", 1, "barrier", "", 30.0], time.monotonic())
-
-        before = [moves(members) for members in ((0, 1), (0, 2), (0,))]
-        records[1]["transfers"][0][2] = 25.0
-        return before, moves((0, 1))
-
-    assert run_in_threads(1, work) == [([True, False, False], False)]
+    assert [moves(members) for members in ((0, 1), (0, 2), (0,))] == moving
+    records[1]["transfers"][0][2] = 15.0
+    assert not moves((0, 1))
 
 
 def test_a_report_names_the_host_that_does_not_answer_and_those_of_the_ranks_that_do():
@@ -368,23 +366,22 @@ class Link:
         self.queries += 1
         self.answered |= {host: self.now for host in self.hosts if self.answers(host, self.now)}
 
-    def told_by(self, last):
+    def told_by(self, clock, last):
         """What is told until second ``last`` by looks at every second: pairs of a second and a text."""
-        heartbeat = SimpleNamespace(statuses=SimpleNamespace(remote=[self], read=dict), last_record={})
-        watch = LinkWatch(heartbeat, Supervisor(), lambda text: self.told.append((self.now, text)))
+        watched = SimpleNamespace(statuses=SimpleNamespace(remote=[self], read=dict), last_record={})
+        watch = LinkWatch(watched, Supervisor(), lambda text: self.told.append((self.now, text)))
         for self.now in map(float, range(1, last + 1)):
             call = ["key", "world", 4, "allreduce", "gradients", self.now]
             record = {"place": "train.py:7 in main", "calls": [call] if self.waits(self.now) else []}
-            heartbeat.last_record = record
-            age, beat = self.now - self.moved(self.now), time.monotonic()
-            heartbeat.statuses.read = lambda beat=beat, age=age: {0: {"beat": beat, "transfers": [[MESSAGES, 1, age]]}}
+            watched.last_record, transfer = record, [MESSAGES, 1, self.now - self.moved(self.now)]
+            watched.statuses.read = lambda transfer=transfer: {0: {"beat": clock.now, "transfers": [transfer]}}
             watch.look(self.now)
         return self.told
 
 
-def test_a_silent_host_is_told_of_once_with_what_waits_and_once_when_it_answers_again():
+def test_a_silent_host_is_told_of_once_with_what_waits_and_once_when_it_answers_again(clock):
     link = Link(lambda host, now: host == "c" or not 2 < now < 63)
-    (first, lost), (second, back) = link.told_by(200)
+    (first, lost), (second, back) = link.told_by(clock, 200)
     assert (first, second) == (11.0, 63.0)
     assert lost.startswith("no word from b (ranks 2, 5) for 10 s")
     assert lost.endswith("waiting in allreduce #4 'gradients' of 'world' at train.py:7 in main")
@@ -401,11 +398,11 @@ def test_a_silent_host_is_told_of_once_with_what_waits_and_once_when_it_answers_
         Link(lambda host, now: now < 2, waits=lambda now: False),
     ],
 )
-def test_of_a_host_that_answers_or_sends_or_is_not_waited_for_nothing_is_told(link):
-    assert link.told_by(100) == []
+def test_of_a_host_that_answers_or_sends_or_is_not_waited_for_nothing_is_told(clock, link):
+    assert link.told_by(clock, 100) == []
 
 
-def test_hosts_are_asked_rarely_while_they_answer():
+def test_hosts_are_asked_rarely_while_they_answer(clock):
     link = Link(lambda host, now: True)
-    link.told_by(100)
+    link.told_by(clock, 100)
     assert link.queries < 100 / 5
