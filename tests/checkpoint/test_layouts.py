@@ -10,8 +10,10 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint import LocalArray
+from mpizero.checkpoint.format import block_count
 from mpizero.checkpoint.reader import FileByteSource, MemoryByteSource
 from mpizero.errors import CheckpointError
+from mpizero.guard.call_trace import Transfer
 from mpizero.testing import run_in_threads
 from tests.checkpoint.sealed import digest
 
@@ -103,6 +105,20 @@ def test_bytes_are_those_of_the_file_on_every_rank_and_load_on_any_number(state,
             return state.agrees(wanted) and reader.attributes == state.attributes
 
     assert all(run_in_threads(3, load))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_bytes_of_each_block_are_told_to_who_waits_for_a_slow_disk(state, tmp_path, monkeypatch, waits):
+    """A watchdog lets those wait for as long as bytes come (``Watchdog._bytes_move``)."""
+    told = {"writing": [], "reading": []}
+    monkeypatch.setattr(Transfer, "advance", lambda transfer, nbytes: told[transfer.what.split()[0]].append(nbytes))
+    state.save(tmp_path / "c", waits=waits)
+    assert state.loads(tmp_path / "c")
+    total = sum(whole.nbytes for whole in state.arrays.values())
+    assert sum(told["reading"]) == total
+    assert sum(told["writing"]) == 2 * total  # each once more when it is on the disk
+    blocks = sum(block_count(whole.nbytes) for whole in state.arrays.values())
+    assert min(map(len, told.values())) >= blocks > len(state.arrays)
 
 
 def test_a_checkpoint_without_arrays_keeps_its_attributes(tmp_path):

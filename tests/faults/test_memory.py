@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.faults.jobs import LIMIT, ROOT, SOON, small_shared_memory
+from tests.faults.jobs import LIMIT, ROOT, small_shared_memory
 from tests.faults.programs.memory_program import trained
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,6 @@ def test_models_that_all_ranks_leave_by_an_error_leave_no_memory_and_no_communic
 def test_a_model_that_one_rank_leaves_by_an_error_ends_the_job_with_its_traceback(crowded):
     ended = crowded("alone", 100, 2)
     assert ended.status != 0
-    assert ended.seconds < SOON
     assert ended.err.count("Traceback") == 1
     assert "[rank 1/2" in ended.err
     assert "FloatingPointError: diverged here" in ended.err

@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.layout.sum_tree import Folding, cover, dynamic_parts, dynamic_rows, fold_plan, rows_of_part
@@ -15,7 +15,6 @@ blocks = st.tuples(st.integers(0, 300), st.integers(1, 300), st.integers(0, 300)
 
 
 @given(blocks)
-@settings(max_examples=100)
 def test_parts_are_subtrees_that_become_smaller_and_hold_each_grain_once(block) -> None:
     start, count, more, workers = block
     parts = dynamic_parts(range(start, start + count), workers)
@@ -36,7 +35,6 @@ def test_the_number_of_parts_grows_with_the_logarithm_of_the_number_of_grains() 
 
 @pytest.mark.slow
 @given(blocks, st.randoms())
-@settings(max_examples=100)
 def test_all_parts_are_claimed_in_no_more_rows_than_told_whoever_claims_them(block, random) -> None:
     """Ranks of very different speeds; a rank with too few rows left stops for good."""
     start, count, more, workers = block

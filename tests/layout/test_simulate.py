@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mpizero.errors import ConfigError, ExitStatus, ScheduleError
@@ -27,7 +27,7 @@ def formula(simulation: Simulation, virtual: int, seconds: tuple[float, ...]) ->
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 8])
 def test_bubbles_are_those_of_the_papers(stages: int) -> None:
-    for micro_batches in (1, 2, 3, 4, 7, 8, 16, 32):
+    for micro_batches in (1, 2, 3, 7, 8, 20):
         for name in ("gpipe", "1f1b"):
             simulation = run(name, stages, micro_batches, 1, (1.0, 1.5, 0.5))
             assert simulation.bubble_share == pytest.approx((stages - 1) / (micro_batches + stages - 1))
@@ -49,7 +49,6 @@ def test_bubbles_are_those_of_the_papers(stages: int) -> None:
 
 @pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 12), SECONDS, SECONDS, SECONDS)
-@settings(max_examples=60, deadline=None)
 def test_formulas_that_hold_for_all_costs_do(
     stages: int, micro_batches: int, forward: float, inputs: float, weights: float
 ) -> None:
@@ -123,7 +122,6 @@ def refused(schedule: Schedule, words: str) -> None:
 
 
 @given(st.sampled_from([n for n in SCHEDULES if n != "interleaved"]), st.data())
-@settings(max_examples=40, deadline=None)
 def test_a_missing_or_doubled_instruction_is_found(name: str, data: st.DataObject) -> None:
     schedule = build_schedule(name, 3, 4)
     stage = data.draw(st.integers(0, 2))

@@ -105,7 +105,7 @@ groups = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
 @given(st.integers(1, 40), groups, st.booleans(), st.sampled_from([1, 1, 2, 3, 4]))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_contiguous_dealing_gives_the_canonical_root(
     total: int, sizes: list[int], scratch: bool, contexts: int
 ) -> None:
@@ -136,7 +136,7 @@ def test_contiguous_dealing_gives_the_canonical_root(
 
 
 @given(st.integers(1, 40), groups)
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_dealing_in_waves_gives_the_canonical_root(total: int, sizes: list[int]) -> None:
     plan = round_plan(total, sizes)
     stack: list[Expression] = [None] * plan.rows

@@ -40,7 +40,7 @@ def test_a_job_that_hangs_is_ended_at_its_limit():
 
 def test_the_end_of_a_job_is_that_of_all_that_it_has_started():
     job = jobs.Job(python(f"{LEAVES}; import time; time.sleep(60)"))
-    job.wait(30.0, lambda job: len(job.processes()) == 2 and job.end() is None)
+    job.wait(60.0, lambda job: len(job.processes()) == 2 and job.end() is None)
     assert job.process.returncode == -9
     assert not job.processes()
 

@@ -158,14 +158,18 @@ def test_a_wrong_secret_gets_no_answer_and_a_node_that_is_gone_is_left_out():
     assert run_in_threads(2, lambda comm: specification(comm, RemoteStatus.close))[0] == {}
 
 
-def overheard(pair, alter=lambda said: said):
-    """Let the first of the pair ask through somebody in between; return its answer, and what both ends have said."""
+def overheard(pair, alter=lambda said: said, amid=lambda: None):
+    """Let the first of the pair ask through somebody in between; return its answer, and what both ends have said.
+
+    ``amid`` is called when the server has begun.
+    """
     asker, _ = pair
     address, heard = door_of(asker).address, [b"", b""]
 
     def between(connection):
         with socket.create_connection(address, PATIENCE) as other:
             heard[0] = other.recv(1 << 16)
+            amid()
             connection.sendall(heard[0])
             heard[1] = connection.recv(1 << 16)
             other.sendall(heard[1])
@@ -224,14 +228,18 @@ def test_a_stranger_is_told_nothing(pair):
 
 @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.9"])  # one of the job's addresses, and a stranger's
 def test_those_who_connect_and_dawdle_keep_nobody_from_an_answer(pair, source):
+    address = door_of(pair[0]).address
     with contextlib.ExitStack() as opened:
-        for beginning in (b"", b"G", b"G"):
-            for _ in range(2 * module._CLIENTS):  # more than are served at once
-                address = door_of(pair[0]).address
+
+        def dawdle(count):
+            for _ in range(count):
                 connection = opened.enter_context(socket.create_connection(address, PATIENCE, (source, 0)))
                 with contextlib.suppress(OSError):
-                    connection.sendall(beginning)
-            assert places(pair[0].read()) == {1: "line of rank 1"}
+                    connection.sendall(b"G")
+                    connection.recv(1)
+
+        dawdle(2 * module._CLIENTS)  # more than are served at once
+        assert places(overheard(pair, amid=lambda: dawdle(3))[0]) == {1: "line of rank 1"}
 
 
 def test_many_ask_at_once_and_all_are_answered(pair):
@@ -310,7 +318,7 @@ def test_an_answer_in_small_bits_ends_with_the_time_for_all_of_it(pair, monkeypa
     def say(connection, prove):
         connection.sendall(prove(b"") + RECORD_LIMIT.to_bytes(4, "big"))
         try:
-            for _ in range(2000):
+            for _ in range(1000):
                 connection.sendall(b" ")
                 time.sleep(0.03)
         except OSError as error:

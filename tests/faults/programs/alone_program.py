@@ -40,6 +40,8 @@ def work():
 
 
 def main():
+    if KIND in ("part", "barrier"):
+        MPI.COMM_WORLD.Barrier()  # so far they may be slow
     if KIND == "part":
         pair = MPI.COMM_WORLD.Split(RANK % 2, RANK)
     if RANK == 0:

@@ -208,10 +208,10 @@ def start_programs(name):
 
     code = "import mpizero as m, sys; print(m.ShardingConfig().communicator.size, sys.excepthook is sys.__excepthook__)"
     command = [sys.executable, "-c", code]
-    found = [subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.split()]
+    found = [subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout.split()]
     found.append(os.popen(f"{sys.executable} -c '{code}'").read().split())
     if (process := os.fork()) == 0:
-        signal.alarm(20)
+        signal.alarm(60)
         os._exit(mz.ShardingConfig().communicator.size + 10)
     found.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
     (FOLDER / name).write_text(json.dumps(found))
@@ -250,7 +250,7 @@ def job_of_rank():
     names = {job_name(os.environ)}
     for _ in range(2):
         command = [Path(sys.executable).with_name("mpiexec"), "-n", "1", sys.executable, "-c", code]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         size, rank, name = ended.stdout.split()
         assert (size, rank) == ("1", "True")
         names.add(name)
@@ -265,8 +265,10 @@ def own_signal():
     called = []
 
     def call():
+        before = len(called)
         os.kill(os.getpid(), signal.SIGUSR2)
-        time.sleep(0.01)  # in which Python calls the handler
+        while len(called) == before:  # Python calls the handler soon
+            time.sleep(0.001)
 
     def handle(name):
         signal.signal(signal.SIGUSR2, lambda number, frame: called.append(name))
@@ -275,7 +277,7 @@ def own_signal():
         if name == "before":
             handle(name)
         with (
-            mz.ShardingConfig(comm=WORLD, micro_batch=1, timeout=30) as config,
+            mz.ShardingConfig(comm=WORLD, micro_batch=1, timeout=60) as config,
             mz.DDPModel(network(), config, optimizer=mz.SGD(0.01)),
         ):
             if name == "after":

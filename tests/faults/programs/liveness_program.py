@@ -51,7 +51,7 @@ def train(comm, steps=20, seconds=0.01):
 
 
 def _trains():
-    with MpiCommunicator(WORLD) as comm, Watchdog(comm, timeout=20.0):
+    with MpiCommunicator(WORLD) as comm, Watchdog(comm, timeout=60.0):
         train(comm)
 
 
@@ -103,16 +103,17 @@ def part_stalls():
     if RANK == 0:
         time.sleep(100)
     pair = WORLD.Create_group(WORLD.Get_group().Incl((1, 2)))
-    config = mz.ShardingConfig(comm=pair, timeout=1.0)
+    config = mz.ShardingConfig(comm=pair)
     model = mz.DDPModel(
         mz.FunctionModel({"w": np.ones(6)}, lambda p, batch: (1.0, {"w": np.ones(6)}, float(len(batch[0])))), config
     )
     x = np.ones((4, 1))
     model.train(x, x)
-    if RANK == 2:
-        note_fault()
-        time.sleep(100)
-    model.train(x, x)
+    with Watchdog(config.communicator, timeout=2.0):  # it sees no step but one in which a rank is missing
+        if RANK == 2:
+            note_fault()
+            time.sleep(100)
+        model.train(x, x)
 
 
 def overlapping_parts():
@@ -179,7 +180,7 @@ def waits_for_a_message():
 def stopped_job():
     """Wait for one another all the time, while all processes are stopped for longer than the timeout."""
     comm = MpiCommunicator(WORLD)
-    with Watchdog(comm, timeout=3.0, grace=1.0):
+    with Watchdog(comm, timeout=8.0, grace=1.0):
         go_on = np.ones(1)
         while go_on[0]:
             comm.barrier("gradients")
@@ -192,24 +193,13 @@ def stopped_job():
 
 
 def files():
-    """Save and load with a fault that the environment plants; a rank waits for the other no longer than its timeout."""
+    """Save with a fault that the environment plants in the second save."""
     comm = MpiCommunicator(WORLD)
-    import h5py  # noqa: F401  (a busy machine takes its time for it)
+    mine = [LocalArray(f"a{i}", (8,), np.dtype(float), ((4 * RANK, np.ones(4)),)) for i in range(8)]
+    checkpoint.write(FOLDER / "before", mine, {}, comm)
+    note_fault()
+    with Watchdog(comm, timeout=3.0):
+        checkpoint.write(FOLDER / "saved", mine, {}, comm)
 
-    with Watchdog(comm, timeout=2.0):
-        names = [f"a{i}" for i in range(8)]
-        values = {name: np.full(4, RANK, np.float64) for name in names}
-        mine = [LocalArray(name, (8,), np.dtype(float), ((4 * RANK, values[name]),)) for name in names]
-        note_fault()
-        if KIND == "files_beside":
-            checkpoint.begin(FOLDER / "saved", mine, {}, comm).commit()
-        else:
-            checkpoint.write(FOLDER / "saved", mine, {}, comm)
-        with checkpoint.open_checkpoint(FOLDER / "saved", comm) as reader:
-            reader.read(mine)
-        assert all((found == RANK).all() for found in values.values())
-
-
-files_beside = files
 
 globals()[KIND]()
