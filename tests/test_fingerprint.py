@@ -284,32 +284,24 @@ def test_a_function_that_makes_a_named_tuple_is_compared_whole():
 
 
 def test_names_that_may_differ_are_left_out():
+    """Ranks, devices and private names: of attributes, of what a function has in its scope, and of arguments."""
+
     def settings(value: Any) -> Any:
         return argparse.Namespace(
             rate=0.1, rank=value, local_rank=value, device=value, my_device=value, _cache=value, __dunder=value
         )
 
     def loss(value: Any) -> Any:
-        rank = local_rank = _log = value
-        return lambda x: (rank, local_rank, _log, x)
+        rank = local_rank = _log = RANK = MY_RANK = LOCAL_RANK = myrank = value  # noqa: N806
+        return lambda x: (rank, local_rank, _log, RANK, MY_RANK, LOCAL_RANK, myrank, x)
 
-    assert digest(settings(1)) == digest(settings(2))
-    assert digest(loss(1)) == digest(loss(2))
+    def told(rank: int, rate: float = 0.1) -> Any:
+        return functools.partial(lambda x, rank, rate: x, rank=rank, rate=rate)
+
+    for differing in (settings, loss, told):
+        assert digest(differing(1)) == digest(differing(2))
+    assert digest(told(1)) != digest(told(1, 0.2))
     assert digest({"rank": 1}) != digest({"rank": 2})  # a key is no name of a variable
-
-
-def test_a_rank_by_the_names_that_constants_and_arguments_have_is_left_out():
-    def loss(value: Any) -> Any:
-        RANK = MY_RANK = LOCAL_RANK = myrank = value  # noqa: N806
-        return lambda x: (RANK, MY_RANK, LOCAL_RANK, myrank, x)
-
-    def told(x: Any, rank: int, rate: float) -> Any:
-        return x
-
-    assert digest(loss(1)) == digest(loss(2))
-    partial = functools.partial
-    assert digest(partial(told, rank=1, rate=0.1)) == digest(partial(told, rank=2, rate=0.1))
-    assert digest(partial(told, rank=1, rate=0.1)) != digest(partial(told, rank=1, rate=0.2))
 
 
 def test_a_progress_bar_is_left_out_and_named():
@@ -371,10 +363,9 @@ def test_what_a_model_keeps_while_it_works_does_not_count():
     used = Own(0.1)
     used.forward({}, 3.0)
     used.update(1.0, 2.0, {})
-    assert digest(used) != digest(Own(0.1)), "a rate that falls is a setting"
-    used.step = 1.0
-    assert digest(used) != digest(Own(0.1)), "a rate that falls is a setting"
-    used.other = 1.0
+    for falling in ("step", "other"):
+        assert digest(used) != digest(Own(0.1)), "a rate that falls is a setting"
+        setattr(used, falling, 1.0)
     assert digest(used) == digest(Own(0.1))
     used.set_rate(0.2)
     assert digest(used) == digest(Own(0.2)) != digest(Own(0.1))

@@ -95,12 +95,13 @@ def test_all_is_on_disk_before_it_gets_its_name_and_the_name_before_the_save_end
     assert str(tmp_path) in done[place:]
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_error_on_every_rank(small, tmp_path):
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_folder_that_cannot_be_made_is_one_clear_error_on_every_rank_at_the_call(small, tmp_path, waits):
     (tmp_path / "file").write_text("x")
 
     def save(comm):
         with pytest.raises(OSError, match="Not a directory|File exists") as caught:
-            small.save(tmp_path / "file" / "c", comm)
+            (small.save if waits else small.begin)(tmp_path / "file" / "c", comm)
         assert isinstance(caught.value, CheckpointIOError)
         assert caught.value.status is ExitStatus.INPUT_OUTPUT
         assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
@@ -108,6 +109,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error_on_every_rank(small, tm
 
     (text,) = set(run_in_threads(3, save))
     assert str(tmp_path / "file") in text
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_a_rank_that_dies_takes_the_others_along_and_leaves_nothing(small, tmp_path):

@@ -214,21 +214,6 @@ def test_a_second_save_to_the_same_place_is_refused_while_one_is_pending(small, 
     assert small.loads(tmp_path / "c")
 
 
-def test_what_is_wrong_at_the_call_is_said_at_the_call(small, tmp_path):
-    (tmp_path / "file").write_text("x")
-
-    def save(comm):
-        with pytest.raises(OSError, match="Not a directory|File exists") as caught:
-            small.begin(tmp_path / "file" / "c", comm)
-        wrong = [LocalArray("w", (2,), np.dtype("f4"), ((0, np.zeros(1, "f4")),))] if comm.rank == 0 else []
-        with pytest.raises(CheckpointError, match="written by no rank"):
-            checkpoint.begin(tmp_path / "c", wrong, {}, comm)
-        return str(caught.value)
-
-    assert len(set(run_in_threads(3, save))) == 1
-    assert os.listdir(tmp_path) == ["file"]
-
-
 def test_what_goes_wrong_ahead_of_the_agreement_is_the_same_error_on_all_ranks_and_leaves_nothing(
     small, tmp_path, monkeypatch
 ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import h5py
@@ -11,7 +10,6 @@ import pytest
 
 from mpizero import checkpoint
 from mpizero.checkpoint.convert import export
-from mpizero.checkpoint.inspect import compare
 
 STORED = Path(__file__).parent / "stored"
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -52,9 +50,3 @@ def test_version_1_passes_the_full_check_is_read_by_plain_h5py_and_exports(name,
         assert {key: found[key].tobytes() for key in found.files} == {
             key.removeprefix("parameters/"): value.tobytes() for key, value in VERSION_1.items()
         }
-
-
-def test_both_back_ends_have_stored_the_same():
-    with ExitStack() as stack:
-        a, b = (stack.enter_context(checkpoint.open_checkpoint(STORED / name)) for name in FOLDERS)
-        assert compare(a, b).equal

@@ -13,7 +13,6 @@ from mpizero.comm.model_group import CommunicatorGroup
 from mpizero.errors import CollectiveError, SharedMemoryError
 from mpizero.layout import Partition
 from mpizero.testing import run_in_threads
-from mpizero.types import Group
 from tests.comm.specification import on_groups, on_ranks, uneven
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (4, 6, 5)]
@@ -53,13 +52,9 @@ def test_all_reduce_adds_in_tree_order(group):
 
 
 @on_groups
-def test_all_max_is_the_elementwise_maximum(group):
+def test_all_max_is_the_elementwise_maximum_and_nan_wins_it_and_stays_in_every_sum(group):
     for shape in SHAPES:
         assert_array_equal(group.all_max(values(group.rank, shape)), reduce(np.maximum, everyone(group, shape)))
-
-
-@on_groups
-def test_nan_wins_every_maximum_and_stays_in_every_sum(group):
     x = np.zeros(2 * group.size)
     x[group.rank] = np.nan
     for result in (group.all_max(x), group.all_reduce(x)):
@@ -135,31 +130,23 @@ def test_a_group_of_one_returns_copies_and_shifts_the_arrays_themselves():
         assert same_bits(result, x)
         assert not np.shares_memory(result, x)
     assert group.shift([x], 1).wait()[0] is x
-    assert isinstance(group, CommunicatorGroup)
-    protocol: Group = group  # what mypy checks
-    assert (protocol.rank, protocol.size) == (0, 1)
 
 
 @on_groups
-def test_arrays_with_gaps_are_taken_and_left_alone(group):
+def test_arrays_with_gaps_and_frozen_ones_are_taken_and_left_alone(group):
     wide = values(group.rank, (6, 8))
+    wide.flags.writeable = False
     gapped, sizes = wide[::2, ::-2], Partition(4, group.size).sizes()
     total = in_tree_order([values(r, (6, 8))[::2, ::-2] for r in range(group.size)])
     assert same_bits(group.all_reduce(gapped), np.ascontiguousarray(total))
     block = group.reduce_scatter(gapped, 1, sizes)
     assert_array_equal(block, total[:, Partition(4, group.size).shard(group.rank)])
     assert_array_equal(group.all_gather(block[:, ::-1], 1, sizes).shape, (3, 4))
+    group.all_reduce(wide)
+    group.reduce_scatter(wide, 1, Partition(8, group.size).sizes())
+    group.all_gather(wide, 0, [6] * group.size)
+    group.shift([wide], 1).wait()
     assert same_bits(wide, values(group.rank, (6, 8)))
-
-
-@on_groups
-def test_frozen_arrays_are_taken(group):
-    x = values(group.rank, (group.size, 2))
-    x.flags.writeable = False
-    group.all_reduce(x)
-    group.reduce_scatter(x, 0, [1] * group.size)
-    group.all_gather(x, 0, [group.size] * group.size)
-    group.shift([x], 1).wait()
 
 
 @on_groups

@@ -213,7 +213,7 @@ def main():
             note_fault()
             hold_the_lock()
     elif FAULT in {"sleep", "stop", "lock"}:
-        train(watchdog=Watchdog(COMM, timeout=3.0, folder=FOLDER / "watch" if len(sys.argv) > 4 else None))
+        train(watchdog=Watchdog(COMM, timeout=1.5, folder=FOLDER / "watch" if len(sys.argv) > 4 else None))
     elif FAULT == "watched":
         with Watchdog(COMM, timeout=60.0):
             train(100)

@@ -9,8 +9,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = "programs/contract_program.py"
 
 

@@ -6,8 +6,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = "program.py"
 RUNNER = ("-m", "mpi4py")
 

@@ -12,8 +12,6 @@ import pytest
 
 from tests.faults.jobs import pids
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = "programs/liveness_program.py"
 ALONE = "programs/alone_program.py"
 
@@ -118,9 +116,9 @@ def test_a_disk_from_which_no_more_bytes_come_is_reported_after_the_timeout(job)
 # ---------------------------------------------------------------------------------------------- one makes a model alone
 
 
-@pytest.mark.parametrize("kind", ["exit", "late"])
-def test_ranks_that_end_while_one_makes_a_model_end_the_job_soon(job, kind):
-    ended = job(kind, 30.0, ranks=3, program=ALONE)
+@pytest.mark.parametrize(("kind", "ranks"), [("exit", 3), ("late", 2)])
+def test_ranks_that_end_while_one_makes_a_model_end_the_job_soon(job, kind, ranks):
+    ended = job(kind, 30.0, ranks=ranks, program=ALONE)
     assert ended.status == 70, ended.err
     assert len(ended.said) == 1, ended.err
     assert re.search(

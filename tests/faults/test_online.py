@@ -9,22 +9,19 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 import mpizero as mz
 from mpizero.testing import run_in_threads
 from tests.faults.conftest import FOLDER
 from tests.faults.jobs import ENVIRONMENT, ROOT, run_job
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = "programs/online_program.py"
 
 
 def test_the_example_trains_on_all_samples_of_its_solvers(launcher, tmp_path):
-    ended = run_job(launcher, tmp_path, [ROOT / "examples" / "online" / "heat.py", "--simulations", "40"], 4)
+    ended = run_job(launcher, tmp_path, [ROOT / "examples" / "online" / "heat.py", "--simulations", "16"], 4)
     assert ended.status == 0, ended.err
-    assert ended.out.startswith("5 steps, loss "), ended.out
+    assert ended.out.startswith("2 steps, loss "), ended.out
 
 
 def test_slow_producers_end_well_although_trainers_wait_longer_than_their_timeout(job):
@@ -54,7 +51,7 @@ def test_a_killed_producer_of_a_spool_loses_no_accepted_sample_and_goes_on_when_
 
     def train(comm):
         like = (np.zeros(1, np.float32), np.zeros(1, np.float32))
-        with mz.data.spool_source(comm, tmp_path / "spool", like=like, producers=1, timeout=20.0) as source:
+        with mz.data.spool_source(comm, tmp_path / "spool", like=like, producers=1, timeout=60.0) as source:
             return [int(one.x[0]) for one in source.next_batch(100_000)]
 
     trained = run_in_threads(1, train)[0]

@@ -202,19 +202,18 @@ def on_the_last_rank(act, done="done"):
     sleep_until(done)
 
 
-def start_programs(name):
-    """Start a program in two ways, and fork; write what each of them sees of ranks and hooks, and the fork of ranks."""
+def start_programs(name, shell):
+    """Start a program, and fork; write what the first sees of ranks and hooks, and the fork of ranks."""
     import mpizero as mz
 
     code = "import mpizero as m, sys; print(m.ShardingConfig().communicator.size, sys.excepthook is sys.__excepthook__)"
-    command = [sys.executable, "-c", code]
-    found = [subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout.split()]
-    found.append(os.popen(f"{sys.executable} -c '{code}'").read().split())
+    command = f"{sys.executable} -c '{code}'" if shell else [sys.executable, "-c", code]
+    found = subprocess.run(command, shell=shell, stdout=subprocess.PIPE, text=True, check=False, timeout=60).stdout
     if (process := os.fork()) == 0:
         signal.alarm(60)
         os._exit(mz.ShardingConfig().communicator.size + 10)
-    found.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-    (FOLDER / name).write_text(json.dumps(found))
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    (FOLDER / name).write_text(json.dumps([*found.split(), status]))
 
 
 def child():
@@ -225,7 +224,7 @@ def child():
         pass
     config = mz.ShardingConfig()
     assert config.communicator.size == WORLD.Get_size()
-    on_the_last_rank(lambda: start_programs("child"))
+    on_the_last_rank(lambda: start_programs("child", shell=True))
     WORLD.Barrier()
 
 
@@ -237,7 +236,7 @@ def child_of_guest_and_of_closed():
         with mz.ShardingConfig(embedded=guest) as config:
             assert config.communicator.size == WORLD.Get_size()
         assert "MPIZERO_RANK_PROCESS" not in os.environ
-        on_the_last_rank(lambda name=f"child-{guest}": start_programs(name), f"done-{guest}")
+        on_the_last_rank(lambda guest=guest: start_programs(f"child-{guest}", shell=guest), f"done-{guest}")
         WORLD.Barrier()
 
 

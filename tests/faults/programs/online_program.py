@@ -27,14 +27,14 @@ def produce(job):
         for number in range(count):
             producer.put(np.full(1, number, np.float32), LIKE[1])
             if kind == "slow":
-                time.sleep(0.1)
+                time.sleep(0.25)
             if kind == "drains" and job.group.rank == 1 and number == 9:
                 raise FloatingPointError("the solver has diverged")
 
 
 def train(job):
     seen = 0
-    config = mz.ShardingConfig(comm=job.group, micro_batch=1, timeout=1.0 if kind == "slow" else 600.0)
+    config = mz.ShardingConfig(comm=job.group, micro_batch=1, timeout=3.0 if kind == "slow" else 600.0)
     options = {"on_error": "drain"} if kind == "drains" else {}
     with job.source(**options) as source, config:
         for x, _ in mz.data.batches(source, config, 30 if kind == "slow" else 4):
