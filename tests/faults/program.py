@@ -28,7 +28,6 @@ def launched_rank():
 
 
 if FAULT == "raise_before_mpi" and launched_rank() == VICTIM:
-    note_fault()
     raise ValueError("planted")
 
 import numpy as np  # noqa: E402
@@ -40,13 +39,10 @@ from mpizero.errors import ConfigError, DataError  # noqa: E402
 from mpizero.guard.watchdog import Watchdog  # noqa: E402
 
 if FAULT == "config_error_before_communicator":
-    note_fault()
     raise ConfigError("[optimizer] lr = nan: must be a finite number > 0")
 if FAULT == "raise_in_setup" and MPI.COMM_WORLD.rank == VICTIM:
-    note_fault()
     raise ValueError("planted")
 if FAULT == "data_error_in_setup" and MPI.COMM_WORLD.rank == VICTIM:
-    note_fault()
     raise DataError("planted")
 
 if len(sys.argv) > 4:
@@ -110,7 +106,6 @@ FAULTS = {
 def leave_while_the_others_compute():
     """Ask for a status that is not 0 on one rank, while the others neither communicate nor end."""
     if COMM.rank == VICTIM:
-        note_fault()
         sys.exit(3)
     time.sleep(100)
 
@@ -161,7 +156,6 @@ def train_with_sums_on_their_way():
 
     def meet():
         if model._engine.step_number == 3 and reducer._queue and COMM.rank == VICTIM:
-            note_fault()
             FAULTS[FAULT.removesuffix("_amid_sums")]()
         finish()
 
@@ -195,13 +189,11 @@ def end_well():
 
 def main():
     if FAULT.endswith("everywhere") or FAULT.startswith("agreed"):
-        note_fault()
         fail_together()
     elif FAULT.startswith("end"):
         end_well()
     elif FAULT == "leave_past_our_communicators":
         if COMM.rank == VICTIM:
-            note_fault()
             sys.exit(0)
         MPI.COMM_WORLD.Barrier()
     elif FAULT == "leave_while_the_others_compute":
@@ -210,7 +202,6 @@ def main():
         globals()[FAULT]()
     elif FAULT == "all_hold_the_lock":
         with Watchdog(COMM, timeout=0.3, grace=0.2):
-            note_fault()
             hold_the_lock()
     elif FAULT in {"sleep", "stop", "lock"}:
         train(watchdog=Watchdog(COMM, timeout=1.5, folder=FOLDER / "watch" if len(sys.argv) > 4 else None))

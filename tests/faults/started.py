@@ -12,5 +12,5 @@ KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
 def note_fault() -> None:
-    """Say when the fault happens: the seconds until all ranks are gone count from here."""
+    """Say when the fault happens, for ``scripts/failure_table.py``."""
     (FOLDER / f"fault-{time.time()}").touch()

@@ -13,7 +13,7 @@ from mpizero.guard.status import Line, all_stacks, current_frame, describe_stack
 
 def waits(entered: threading.Event, gate: threading.Event) -> None:
     entered.set()
-    gate.wait(20)
+    gate.wait(60)
 
 
 def test_the_lines_of_a_waiting_thread_are_those_of_its_functions():
@@ -21,7 +21,7 @@ def test_the_lines_of_a_waiting_thread_are_those_of_its_functions():
     thread = threading.Thread(target=waits, args=(entered, gate))
     thread.start()
     try:
-        assert entered.wait(20)
+        assert entered.wait(60)
         found = all_stacks()
     finally:
         gate.set()

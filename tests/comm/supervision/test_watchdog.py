@@ -241,7 +241,7 @@ def test_only_where_its_thread_runs_can_the_timer_end_a_process(monkeypatch, thr
 
     def train(comm):
         monkeypatch.setattr("mpizero.guard.watchdog.LockTimer", Timer)
-        watchdog = Watchdog(comm, timeout=5.0)
+        watchdog = Watchdog(comm, timeout=60.0)
         monkeypatch.setattr(watchdog._guard, "is_registered", lambda trace: True)  # as over MPI
         monkeypatch.setattr(watchdog._guard, "supervisor", Supervisor())
         if not threads:
@@ -300,7 +300,7 @@ def test_files_of_two_threads_are_told_of_as_long_as_they_are_read_or_written(at
 @pytest.mark.mpi
 def test_it_watches_and_lets_go_over_mpi(world):
     for _ in range(3):
-        with Watchdog(world, timeout=30.0):
+        with Watchdog(world, timeout=60.0):
             world.barrier()
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -90,7 +88,6 @@ def alone(world, hidden):
     with mz.DDPModel(mz.nn.MLP(32, [hidden], 2, task="regression"), config) as model:
         model.train(np.ones((2, 32), np.float32), np.ones((2, 2), np.float32))
         if world.rank == 1:
-            Path(f"fault-{time.time()}").touch()
             raise FloatingPointError("diverged here")
         model.train(np.ones((2, 32), np.float32), np.ones((2, 2), np.float32))
 
