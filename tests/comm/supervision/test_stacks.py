@@ -76,7 +76,7 @@ def test_threads_that_run_on_are_looked_at_without_harm():
     try:
         for thread in threads:
             thread.start()
-        seen = [all_stacks() for _ in range(200)]
+        seen = [all_stacks() for _ in range(100)]
     finally:
         stop.set()
         sys.setswitchinterval(interval)

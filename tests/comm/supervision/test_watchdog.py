@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -44,11 +45,12 @@ def clock(monkeypatch):
     return clock
 
 
-def watching(comm, timeout=10.0):
+def watching(comm, **settings):
     """Return a watchdog that looks when a test says so."""
-    watchdog, supervisor = Watchdog(comm, timeout), Supervisor()
+    watchdog, supervisor = Watchdog(comm, 10.0, **settings), Supervisor()
     supervisor.add = lambda *_: None
-    watchdog._guard = SimpleNamespace(supervisor=supervisor, ending=False, is_registered=lambda trace: False)
+    alone = {"ending": False, "is_registered": lambda trace: False, "heartbeat": None}
+    watchdog._guard = SimpleNamespace(supervisor=supervisor, **alone)
     watchdog.start()
     return watchdog
 
@@ -117,17 +119,12 @@ def test_of_a_long_path_in_a_report_the_name_of_the_file_stays():
     assert shown.endswith("run/.tmp-step_00000002/state.h5")
 
 
-def test_it_leaves_no_file_behind(tmp_path):
-    def train(comm):
-        with Watchdog(comm, timeout=60.0, folder=tmp_path):
-            assert sorted(p.name for p in tmp_path.iterdir()) == ["hang-rank00000.txt"]
-            limit = time.monotonic() + 60
-            while not (tmp_path / "heartbeat-rank00000.json").exists():
-                assert time.monotonic() < limit
-                time.sleep(0.01)
-
-    run_in_threads(1, train)
-    assert list(tmp_path.iterdir()) == []
+def test_it_leaves_no_file_behind(tmp_path, clock):
+    watchdog = watching(InMemoryCommunicator.group(1)[0], folder=tmp_path)
+    watchdog._look(clock.now)
+    assert sorted(os.listdir(tmp_path)) == ["hang-rank00000.txt", "heartbeat-rank00000.json"]
+    watchdog.stop()
+    assert os.listdir(tmp_path) == []
 
 
 def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames_and_ends_with_the_last(monkeypatch):
