@@ -18,16 +18,6 @@ SIZES = st.tuples(*[st.integers(1, 4)] * 4)
 GRIDS = st.builds(lambda sizes, order: Axes(*sizes, order=tuple(order)), SIZES, st.permutations(AXES))
 
 
-def test_512_ranks_put_stage_0_on_ranks_0_to_63_and_its_first_tensor_line_on_ranks_0_to_7() -> None:
-    axes = Axes.build(512, pipeline=8, tensor=8)
-    assert axes.data == 8
-    assert axes.group(0, ["data"]) == tuple(range(8))
-    assert axes.group(0, ["tensor", "data"]) == tuple(range(64))
-    assert axes.group(0, ["tensor"]) == tuple(range(0, 64, 8))
-    assert axes.group(0, ["pipeline"]) == tuple(range(0, 512, 64))
-    assert axes.coordinates(511) == Coordinates(7, 7, 7)
-
-
 @pytest.mark.parametrize(("p", "t", "d"), [(1, 1, 8), (2, 3, 4)])
 def test_the_default_order_is_the_contract_s_formula(p: int, t: int, d: int) -> None:
     axes = Axes.build(p * t * d, pipeline=p, tensor=t, data=d)

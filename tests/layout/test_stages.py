@@ -39,15 +39,6 @@ def test_balanced_cuts_have_the_smallest_maximum_and_are_the_most_even_of_those(
     assert sum(x * x for x in found) == min(sum(x * x for x in o) for o in others if max(o) == max(found))
 
 
-def test_equal_costs_are_cut_into_equal_parts() -> None:
-    assert balanced_cuts([3.0] * 8, 4) == (0, 2, 4, 6, 8)
-    assert balanced_cuts([0.0] * 8, 4) == (0, 2, 4, 6, 8)
-
-
-def test_an_expensive_head_gets_a_stage_of_its_own() -> None:
-    assert balanced_cuts([1, 2, 2, 2, 2, 7], 3) == (0, 3, 5, 6)
-
-
 def test_a_hundred_blocks_of_measured_seconds_are_cut_at_once() -> None:
     costs = [1e-3 * (1 + (37 * i % 11) / 7) for i in range(100)]
     cuts = balanced_cuts(costs, 8)
