@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import io
 import itertools
@@ -115,56 +116,25 @@ def calls_another(x: float) -> float:
     return reads_a_global(x) + 1
 
 
-#: Makers of values; each is made twice, and no two of different lines are alike.
+#: Values of which no two are alike.
+VALUES: list[Any] = [
+    *(None, True, 1, 1.0, -0.0, 0.0, float("nan"), "1", b"1", np.float32(1), PurePosixPath("/a"), range(3)),
+    *([1, 2], (1, 2), [[1], 2], {1, 2}, {"a": 1}, {"a": 1.0}, {1: 1}, Pair(1, 2.0), Pair(1, 3.0)),
+    *(Colour.RED, Colour.BLUE, np.dtype(np.float32), np.dtype(">f4"), np.float32, np.exp, len),
+    *(np.zeros(3), np.array([0.0, -0.0, 0.0]), np.zeros((3, 1)), np.zeros(3, np.float32), np.array(0.0)),
+    *(np.zeros((0, 3)), np.array([1, None, "x"], object), np.array(["2026-01-01"], "M8[D]")),
+    np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    *(Layer(), Layer(rate=0.2), Layer(inner=Layer()), Layer(inner=[Layer(shape=(2, 4))])),
+    *(Momentum(), FasterMomentum(), Momentum(0.8), Momentum, FasterMomentum, Slotted(1), Slotted(2)),
+    argparse.Namespace(rate=0.1),
+    *([("a", Layer()), ("b", Layer(rate=0.2))], [("b", Layer(rate=0.2)), ("a", Layer())]),
+    *(OrderedDict(a=Layer(), b=1), OrderedDict(b=1, a=Layer())),
+    *(Torchlike(0.1), Torchlike(0.1, inner=Torchlike(0.5)), Torchlike(0.1, inner=Torchlike(0.6))),
+]
+#: Makers of values, those above and such as have no copies.
 MAKERS: list[Any] = [
-    lambda: None,
-    lambda: True,
-    lambda: 1,
-    lambda: 1.0,
-    lambda: -0.0,
-    lambda: 0.0,
-    lambda: float("nan"),
-    lambda: "1",
-    lambda: b"1",
-    lambda: np.float32(1),
-    lambda: [1, 2],
-    lambda: (1, 2),
-    lambda: [[1], 2],
-    lambda: {1, 2},
-    lambda: {"a": 1},
-    lambda: {"a": 1.0},
-    lambda: {1: 1},
-    lambda: Pair(1, 2.0),
-    lambda: Pair(1, 3.0),
-    lambda: Colour.RED,
-    lambda: Colour.BLUE,
-    lambda: np.dtype(np.float32),
-    lambda: np.dtype(">f4"),
-    lambda: np.float32,
-    lambda: np.zeros(3),
-    lambda: np.array([0.0, -0.0, 0.0]),
-    lambda: np.zeros((3, 1)),
-    lambda: np.zeros(3, np.float32),
-    lambda: np.array(0.0),
-    lambda: np.zeros((0, 3)),
-    lambda: np.array([1, None, "x"], object),
-    lambda: np.array(["2026-01-01"], "M8[D]"),
-    lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]),
-    lambda: PurePosixPath("/a"),
-    lambda: range(3),
-    lambda: Layer(),
-    lambda: Layer(rate=0.2),
-    lambda: Layer(inner=Layer()),
-    lambda: Layer(inner=[Layer(shape=(2, 4))]),
-    Momentum,
-    FasterMomentum,
-    lambda: Momentum(0.8),
-    lambda: Momentum,
-    lambda: FasterMomentum,
+    *(functools.partial(copy.deepcopy, value) for value in VALUES),
     lambda: Momentum().update,
-    lambda: Slotted(1),
-    lambda: Slotted(2),
-    lambda: argparse.Namespace(rate=0.1),
     lambda: functools.partial(int, base=2),
     lambda: functools.partial(int, base=3),
     lambda: make(1.0),
@@ -178,16 +148,7 @@ MAKERS: list[Any] = [
     lambda: lambda step, rate=0.1: rate,
     lambda: lambda step, rate=0.2: rate,
     lambda: calls_another,
-    lambda: np.exp,
-    lambda: len,
     lambda: np,
-    lambda: Torchlike(0.1),
-    lambda: Torchlike(0.1, inner=Torchlike(0.5)),
-    lambda: Torchlike(0.1, inner=Torchlike(0.6)),
-    lambda: [("a", Layer()), ("b", Layer(rate=0.2))],
-    lambda: [("b", Layer(rate=0.2)), ("a", Layer())],
-    lambda: OrderedDict(a=Layer(), b=1),
-    lambda: OrderedDict(b=1, a=Layer()),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import json
@@ -116,11 +115,6 @@ class Browser:
                 address = values["request"]["url"]
                 found += [] if address.startswith(("file:", "data:", "blob:", "about:")) else [f"asked {address}"]
         return found
-
-    def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Save a picture of the open page, or of all of it, as PNG."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 def _pipe() -> tuple[int, int]:

@@ -21,7 +21,7 @@ def site() -> Path:
 
 @pytest.fixture(scope="session")
 def browser():
-    """A headless Chromium: ``faults(page)``, or ``open``, ``evaluate``, ``screenshot`` (``tests/site/browser.py``)."""
+    """A headless Chromium: ``faults(page)``, or ``open`` and ``evaluate`` (``tests/site/browser.py``)."""
     # Elsewhere Chromium may just be being installed, by another part of the suite.
     pytest.importorskip("sphinx", reason="needs the site's environment, which scripts/test.sh makes")
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

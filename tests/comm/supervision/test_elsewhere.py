@@ -324,50 +324,47 @@ def test_an_answer_in_small_bits_ends_with_the_time_for_all_of_it(pair, monkeypa
     assert hung_up
 
 
-def body_of(**entries):
-    """Return the answer of rank 1: a whole slot, but for the entries given; those that are None are missing."""
-    slot = slot_of(1, age=1) | entries
-    return json.dumps({"1": {name: entry for name, entry in slot.items() if entry is not None}}).encode()
+ENTRIES = {
+    "calls": [["key", "name", 1, "barrier", "", 0.5]],
+    "joint_tasks": [["key", 1, "a step", 0.5]],
+    "transfers": [["writing", 1, 0.5]],
+    "marks": {"key": [1, 1]},
+    "making": {"key": [[0, 1]]},
+}
+#: A slot with every entry, as rank 1 sends it.
+WHOLE = {name: entry for name, entry in slot_of(1, age=1.0, pid=1, **ENTRIES).items() if name != "beat"}
+#: What text, a whole number, and seconds are not.
+WRONG = {str: (1, None, ["key"]), int: ("1", 1.5, None, True), float: ("long", None, True)}
 
 
-CALL, TASK = ["key", "name", 1, "barrier", "", 0.5], ["key", 1, "a step", 0.5]
-FILES = ["writing", 1, 0.5]
+def spoiled(value):
+    """Yield ``value`` with each of its parts replaced by others, and with a cell too few or too many."""
+    if isinstance(value, dict):
+        yield from ({**value, name: wrong} for name, part in value.items() for wrong in (*spoiled(part), None))
+    elif isinstance(value, list) and isinstance(value[0], list):  # any number of rows
+        yield from ([row] for row in (3, *spoiled(value[0])))
+    elif isinstance(value, list):
+        yield from (value[:-1], [*value, 1])
+        yield from ([*value[:i], wrong, *value[i + 1 :]] for i, cell in enumerate(value) for wrong in spoiled(cell))
+    else:
+        yield from WRONG[type(value)]
 
 
-def others_of(row, *cells):
-    """Return ``row`` with a cell too few, with one too many, and with each of its cells replaced by others."""
-    changed = [[*row[:i], cell, *row[i + 1 :]] for i, wrong in enumerate(cells) for cell in wrong]
-    return [row[0], row[:-1], [*row, 1], *changed]
-
-
-#: What a cell of text, of a whole number, and of seconds is not.
-NO_TEXT, NO_COUNT, NO_SECONDS = (1, None, ["key"]), ("1", 1.5, None, True), ("long", None, True)
+def body_of(record):
+    return json.dumps({"1": record}).encode()
 
 
 NO_SLOTS = [
-    b"",
-    b"no JSON",
-    b"\xff\xfe",
-    b"[]",
-    b'{"1": []}',
-    b'{"1": {}}',
-    body_of().replace(b'"1"', b'"0"'),  # a rank of another node
-    body_of().replace(b'"1"', b'"x"'),
-    *(body_of(age="AGE").replace(b'"AGE"', age) for age in (b"NaN", b"1e999", b"1" + b"0" * 400)),
-    body_of(deep="DEEP").replace(b'"DEEP"', b"[" * 10_000 + b"]" * 10_000),
-    *(body_of(**{name: None}) for name in ("age", "place", "state", "still", "calls", "joint_tasks", "marks")),
-    *(body_of(age=age) for age in ("1", True)),
-    body_of(place=5),
-    body_of(state=5),
-    body_of(still="long"),
-    body_of(pid="1"),
-    *(body_of(calls=[call]) for call in others_of(CALL, NO_TEXT, NO_TEXT, NO_COUNT, NO_TEXT, NO_TEXT, NO_SECONDS)),
-    *(body_of(joint_tasks=[task]) for task in others_of(TASK, NO_TEXT, NO_COUNT, NO_TEXT, NO_SECONDS)),
-    *(body_of(transfers=[files]) for files in others_of(FILES, NO_TEXT, NO_COUNT, NO_SECONDS)),
-    *(body_of(marks={"key": mark}) for mark in others_of([1, 1], NO_COUNT, NO_COUNT)),
-    body_of(making=[]),
-    body_of(making={"key": 3}),
-    *(body_of(making={"key": [found]}) for found in others_of([0, 1], NO_COUNT, NO_COUNT)),
+    *(b"", b"no JSON", b"\xff\xfe", b"[]", b'{"1": []}', b'{"1": {}}'),
+    body_of(WHOLE).replace(b'"1"', b'"0"'),  # a rank of another node
+    body_of(WHOLE).replace(b'"1"', b'"x"'),
+    *(body_of(WHOLE | {"age": "AGE"}).replace(b'"AGE"', age) for age in (b"NaN", b"1e999", b"1" + b"0" * 400)),
+    body_of(WHOLE | {"deep": "DEEP"}).replace(b'"DEEP"', b"[" * 10_000 + b"]" * 10_000),
+    *(
+        body_of({name: WHOLE[name] for name in WHOLE if name != missing})
+        for missing in ("age", "place", "state", "still", "calls", "joint_tasks", "marks")
+    ),
+    *(body_of(record) for record in spoiled(WHOLE)),
 ]
 
 
@@ -375,13 +372,13 @@ def test_what_is_no_slot_is_left_out(pair):
     for body in NO_SLOTS:
         with pytest.raises(ValueError):
             parse_records(body, {1}, 10.0)
-    for body in (b"", NO_SLOTS[10], body_of(pid="1")):
+    for body in (b"", NO_SLOTS[10], NO_SLOTS[-1]):
         assert answering(pair, whole(body)) == {}
 
 
 def test_whoever_knows_the_secret_can_answer_and_what_ranks_do_comes_as_it_was_said(pair):
-    told = {"calls": [CALL], "joint_tasks": [TASK], "transfers": [FILES], "marks": {"key": [1, 1]}, "later": "more"}
-    found = answering(pair, whole(body_of(**told)))
+    told = WHOLE | {"later": "versions say more"}
+    found = answering(pair, whole(body_of(told)))
     assert {name: found[1][name] for name in told} == told
 
 
