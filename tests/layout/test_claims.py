@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpizero.layout.sum_tree import Folding, cover, dynamic_parts, dynamic_rows, fold_plan, rows_of_part
@@ -15,6 +15,7 @@ blocks = st.tuples(st.integers(0, 300), st.integers(1, 300), st.integers(0, 300)
 
 
 @given(blocks)
+@settings(max_examples=100)
 def test_parts_are_subtrees_that_become_smaller_and_hold_each_grain_once(block) -> None:
     start, count, more, workers = block
     parts = dynamic_parts(range(start, start + count), workers)

@@ -541,7 +541,7 @@ def test_the_most_that_a_step_takes_is_planned_within_5_percent(world: Any, sile
 def test_the_most_that_tiles_of_sequences_take_is_planned(silence: None) -> None:
     """Each tile has gradients of a block of its own, but only while those of the block's weights are computed."""
     each = Job(
-        1, batch=32, data=lambda count, batch: texts(count, batch, vocabulary=128, length=64),
+        1, batch=16, data=lambda count, batch: texts(count, batch, vocabulary=128, length=64),
         config={"micro_batch": 16, "tiles": {"context": 4}},
         model=lambda: larger_gpt(dim=128, heads=4, sequence=64, vocabulary=128, activation_checkpointing=True),
     )  # fmt: skip

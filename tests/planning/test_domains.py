@@ -94,7 +94,7 @@ def test_ranks_of_a_domain_hold_and_send_what_was_planned(
     changes: dict[str, Any] | None,
     example: Any,
 ) -> None:
-    model, batch = Own(example("diffusion_layer").Diffusion(2)) if changes is None else network(**changes), 6
+    model, batch = Own(example("diffusion_layer").Diffusion(2)) if changes is None else network(**changes), 3
     plan = TrainingPlan(
         model=model,
         optimizer=mz.AdamW(1e-3),

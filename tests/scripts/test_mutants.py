@@ -82,7 +82,6 @@ def test_a_mutant_that_tests_notice_is_killed_and_taken_out_again(workshop, caps
         ({"before": "values"}, "'values' is 3 times in them"),
         ({"before": "0"}, "'0' is 0 times in them"),
         ({"test": "test_nothing"}, "0 tests are called test_nothing"),
-        ({"test": "test_a_mean[values7]"}, "pytest ended with status 4"),
         ({"after": "/ ("}, "pytest ended with status 4"),
     ],
 )

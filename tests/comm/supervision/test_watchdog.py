@@ -136,11 +136,12 @@ def test_watchdogs_of_many_threads_share_one_thread_which_looks_at_no_frames_and
     def train(comm):
         with Watchdog(comm, timeout=60.0):
             comm.barrier()
-            threads = [thread for thread in threading.enumerate() if thread.name == HEARTBEAT]
+            threads = [one for one in threading.enumerate() if one.name == HEARTBEAT and one not in before]
             assert looked.acquire(timeout=60)
             comm.barrier()
         return threads
 
+    before = threading.enumerate()
     (thread,) = set(itertools.chain(*run_in_threads(16, train)))
     thread.join(60)
     assert not thread.is_alive()
