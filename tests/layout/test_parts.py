@@ -112,6 +112,16 @@ def test_what_was_taken_goes_back_to_its_place_and_touches_nothing_else(part: Pa
     assert (np.delete(whole, places) == -1).all()
 
 
+def test_a_part_that_is_the_whole_is_one_run() -> None:
+    part = Part((5, 4), 1, ((0, 1), (1, 4)))
+    assert list(part_runs(part, (5, 4), 3, 17)) == [PartRun(3, 3, 14)]
+
+
+def test_a_row_that_ends_where_the_next_begins_is_one_run_with_it() -> None:
+    part = Part((3, 4), 1, ((0, 1), (3, 4)))
+    assert list(part_runs(part, (3, 2), 0, 6)) == [(0, 0, 1), (3, 1, 2), (7, 3, 2), (11, 5, 1)]
+
+
 @pytest.mark.parametrize(
     ("shape", "axis", "ranges", "message"),
     [
