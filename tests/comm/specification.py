@@ -77,7 +77,6 @@ def everything(comm, length, dtype=np.float32):
         for op in ("sum", "max", "min"):
             call("allreduce", out(f"{prefix}{op}", data(rank, length, dtype)), op)
         call("allgather", data(rank, length, dtype), out(f"{prefix}allgather", size * length))
-        call("allgatherv", data(rank, counts[rank], dtype), out(f"{prefix}allgatherv", sum(counts)), counts)
         call("alltoallv", data(rank, sum(sent), dtype), sent, out(f"{prefix}alltoallv", sum(sent)), sent)
         call("barrier")
         if prefix:
@@ -88,6 +87,7 @@ def everything(comm, length, dtype=np.float32):
         for request in reversed(waiting) if prefix else ():
             request.wait()
             request.wait()
+    comm.allgatherv(data(rank, counts[rank], dtype), out("allgatherv", sum(counts)), counts)
     comm.reduce_scatter(data(rank, sum(counts), dtype), out("reduce_scatter", counts[rank]), counts)
     found["objects"] = np.array([len(o) for o in comm.allgather_object("x" * (length * (rank + 1)))])
     found["told"] = np.array(len(comm.broadcast_object(b"y" * 5 * length if rank == 0 else None)))
@@ -109,13 +109,13 @@ def expected(rank, size, length, dtype=np.float32):
         **{f"broadcast {root}": whole[root] for root in range(size)},
         **{op: reduce(ufunc, whole) for op, ufunc in (("sum", np.add), ("max", np.maximum), ("min", np.minimum))},
         "allgather": np.concatenate(whole),
-        "allgatherv": gathered,
         "alltoallv": np.concatenate(turned),
     }
     total = sum(data(r, sum(counts), dtype) for r in range(size))
     return {
         **both,
         **{f"i{name}": value for name, value in both.items()},
+        "allgatherv": gathered,
         "places": np.concatenate([np.full(3, -1, dtype), gathered, np.full(3, -1, dtype)]),
         "message": whole[(rank - 1) % size],
         "reduce_scatter": total[starts[rank] : starts[rank + 1]],
