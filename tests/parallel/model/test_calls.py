@@ -21,9 +21,10 @@ from mpizero.errors import CollectiveMismatch, ConfigError
 from mpizero.sharding import params
 from mpizero.sharding.optimizer import ShardedOptimizer
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES, STRATEGIES, hard_function, mlp, part, points, sharded, ten
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, hard_function, mlp, part, points, sharded, ten
 
 HERE = Path(__file__).name
+EPOCH = mz.OptimizationOptions(epochs=1)
 #: What a user may call, by the name that is told; each gets a model, x, y and a folder.
 CALLS: dict[str, Callable[..., Any]] = {
     "train": lambda m, x, y, f: m.train(x, y),
@@ -32,7 +33,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "synchronize_gradients": lambda m, x, y, f: m.synchronize_gradients(),
     "apply_gradients": lambda m, x, y, f: m.apply_gradients(m.kept, 0.1),
     "step": lambda m, x, y, f: m.optimizer.step(),
-    "optimize": lambda m, x, y, f: m.optimizer.optimize(points(16)),
+    "optimize": lambda m, x, y, f: m.optimizer.optimize(points(8), EPOCH),
     "check_integrity": lambda m, x, y, f: m.check_integrity(),
     "parameters_sha256": lambda m, x, y, f: m.parameters_sha256(),
     "get_parameters": lambda m, x, y, f: m.get_parameters(),
@@ -111,15 +112,15 @@ def check_odd_one(make: Callable[[Any], Any], call: str, usual: str, folder: Pat
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "train"])
 def test_who_calls_something_else_than_the_others_is_told_with_both_lines(call: str, tmp_path: Path) -> None:
     turn = list(CALLS).index(call) % 2  # some calls on every strategy: see below
-    strategy, memory = (("zero2", {}), ("zero3", {"share_node_memory": False}))[turn]
+    strategy, memory = (("zero2", {}), ("zero3", PRIVATE))[turn]
     check_odd_one(lambda comm: prepared(strategy, comm, **memory), call, "train", tmp_path, ranks=3)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_that_holds_under_every_strategy_and_kind_of_memory(strategy: str, tmp_path: Path) -> None:
     pairs = (("compute_gradients", "train"), ("close", "evaluate"), ("train", "step"))
-    for number, memory in enumerate(MEMORIES):
-        call, usual = pairs[(STRATEGIES.index(strategy) + number) % 3]
+    for number, memory in list(enumerate(MEMORIES, STRATEGIES.index(strategy)))[STRATEGIES.index(strategy) % 2 :: 2]:
+        call, usual = pairs[number % 3]
         check_odd_one(lambda comm, m=memory: prepared(strategy, comm, **m), call, usual, tmp_path, ranks=3)
 
 
@@ -157,9 +158,8 @@ def test_each_call_may_be_the_first_after_a_step_whose_parameters_are_in_flight(
             model.train(x, y)
             assert len(set(comm.allgather_object(model.parameters_sha256()))) == 1
 
-    turn = len(call) % 2  # each call with either strategy and either memory
-    for strategy, memory in (("zero1", MEMORIES[1 + turn]), ("zero2", MEMORIES[2 - turn])):
-        run_in_threads(4, lambda comm, s=strategy, m=memory: run(comm, s, m))
+    turn = list(calls).index(call)  # some calls with each
+    run_in_threads(4, lambda comm: run(comm, STRATEGIES[1 + turn % 2], MEMORIES[1 + turn // 2 % 2]))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_that_holds_for_local_steps(tmp_path: Path) -> None:
         CALLS[call if comm.rank else "train"](model, x, y, tmp_path)
         model.train(x, y)
 
-    for call in ("compute_gradients", "evaluate", "parameters_sha256", "close", "save_model"):
+    for call in ("compute_gradients", "evaluate", "close"):
         told = told_on(3, partial(run, call=call))
         assert re.search(rf"rank 0: DDPModel.train at {HERE}.*; ranks 1-2: DDPModel.{call} at {HERE}", told), told
 
@@ -200,28 +200,26 @@ def test_two_models_of_one_configuration_are_not_mixed_up() -> None:
     assert re.search("rank 0: ZeRO2Model.train at .*; rank 1: ZeRO2Model.train 'model 2' at ", told), told
 
 
-def alone(comm: Any, strategy: str, use: Callable[..., Any]) -> None:
-    """Rank 0 uses something before all ranks train."""
-    with sharded(strategy, comm) as model:
-        result = model.optimizer.optimize(points(16))
-        if comm.rank == 0:
-            use(model, result)
-        model.train(*part(comm, *points(8)))
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "predict": lambda model, result: model.predict(points(2)[0]),
+    "best_parameters": lambda model, result: result.best_parameters,
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [
-        ("predict", lambda model, result: model.predict(points(2)[0])),
-        ("best_parameters", lambda model, result: result.best_parameters),
-    ],
-)
-def test_what_gathers_parameters_is_compared_where_they_are_sharded_and_free_elsewhere(name: str, use: Any) -> None:
+def test_what_gathers_parameters_is_compared_where_they_are_sharded_and_free_elsewhere() -> None:
+    def alone(comm: Any, strategy: str, names: tuple[str, ...]) -> None:
+        with sharded(strategy, comm) as model:
+            result = model.optimizer.optimize(points(8), EPOCH)
+            for name in names if comm.rank == 0 else ():
+                USES[name](model, result)
+            model.train(*part(comm, *points(8)))
+
     for strategy in ("ddp", "zero1", "zero2"):
-        run_in_threads(2, partial(alone, strategy=strategy, use=use))
-    told = told_on(2, partial(alone, strategy="zero3", use=use))
-    assert re.search(rf"rank 0: ZeRO3Model.{name} at .*; rank 1: ZeRO3Model.train at ", told), told
+        run_in_threads(2, partial(alone, strategy=strategy, names=tuple(USES)))
+    for name in USES:
+        told = told_on(2, partial(alone, strategy="zero3", names=(name,)))
+        assert re.search(rf"rank 0: ZeRO3Model.{name} at .*; rank 1: ZeRO3Model.train at ", told), told
 
 
 def test_what_a_rank_does_amid_an_error_is_told_with_the_error() -> None:
@@ -352,9 +350,9 @@ def test_values_that_differ_between_ranks_are_refused_and_nothing_changes(name: 
                 assert model.parameters_sha256() == before
                 model.set_parameters(np.zeros(model.parameter_count))  # and it goes on
 
-    for strategy, memory in [("ddp", {}), ("zero3", {}), ("zero3", {"share_node_memory": False})]:
-        told = told_on(3, partial(run, strategy=strategy, **memory), ConfigError)
-        assert re.search(expected, told), told
+    strategy, memory = [("ddp", {}), ("zero3", {}), ("zero3", PRIVATE)][list(SETTERS).index(name) % 3]
+    told = told_on(3, partial(run, strategy=strategy, **memory), ConfigError)
+    assert re.search(expected, told), told
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])

@@ -172,18 +172,6 @@ def test_a_prediction_that_is_missing_is_said_and_one_that_is_a_view_is_a_copy()
         assert model.predict(None) is None
 
 
-def test_lists_of_two_ranks_and_arrays_do_not_mix() -> None:
-    def run(comm: Any) -> None:
-        model = sharded("zero1", comm, mz.FunctionModel(GOOD, lambda p, b: (1.0, GOOD, 1.0)))
-        with (
-            model,
-            pytest.raises(mz.errors.DataError, match=r"rank 1: x.0. is a number .int., .* as that of rank 0 can"),
-        ):
-            model.train(np.ones((1, 1)) if comm.rank == 0 else [1], np.ones((1, 1)))
-
-    run_in_threads(2, run)
-
-
 def test_numbers_in_arrays_of_one_element_and_gradients_of_another_precision_are_taken() -> None:
     hashes = set()
     for loss, weight, kind in (

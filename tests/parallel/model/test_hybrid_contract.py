@@ -53,7 +53,7 @@ JOBS = {
     "cp 2": Job(2, Way(context=2, zero=1)),
     "pp 2 x cp 2 x dp 2": Job(8, Way(2, context=2, zero=2)),
 }
-X, Y = texts(1, 10)[0]
+X, Y = texts(1, 6)[0]
 Y[0, 3:] = -1  # ignored
 SCORES = np.eye(29, dtype=np.float32)[Y]
 
@@ -145,7 +145,7 @@ def predicts(job: Job, comm: Any, rounds: list[Predicted]) -> None:
             assert found[1:] == expected.metrics[1:]
             mine = part(model.batch_group, X, SCORES)
             job.same(model.evaluate(*mine, loss=mz.nn.MeanSquaredError()).loss, expected.squared)
-            sizes = [0] * (model.batch_group.size - 1) + [10]
+            sizes = [0] * (model.batch_group.size - 1) + [len(X)]
             job.same(model.evaluate(*part(model.batch_group, X, Y, sizes))[0], expected.metrics[0])
             job.same(model.train(*part(model.batch_group, X, Y)), expected.loss)
 
@@ -239,31 +239,11 @@ def test_gradients_by_hand_make_the_step_of_one_process(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_over_mpi_too_predictions_metrics_and_gradients_are_those_of_one_process(world: Any) -> None:
+    """Those of one job of this size, and these of another."""
     predicted, by_hand = of_first(world, lambda: (predicted_alone(), by_hand_alone()))
-    for job in (job for job in JOBS.values() if job.size == world.size):
-        predicts(job, world, predicted)
-        gradients_by_hand(job, world, by_hand)
-
-
-def optimized(job: Job | None, comm: Any, **options: Any) -> tuple[Any, str]:
-    rng = np.random.default_rng(8)
-    x = rng.normal(size=(44, 6))
-    data = (x, (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0))
-    model = alone(Case(mlp)) if job is None else placed_as(job, Case(mlp), comm)
-    model.optimizer.options = mz.OptimizationOptions(epochs=3, batch_size=7, validation=0.25, **options)
-    with model:
-        result = model.optimizer.optimize(data)
-        told = (result.history, result.best_epoch, result.best_loss, result.steps, result.stopped_early)
-        assert model.optimizer.synchronize_optimizer_state() == 0
-        return told, model.parameters_sha256()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["pp 2", "V 2 x dp 2"])
-def test_the_whole_loop_has_the_history_of_one_process(name: str) -> None:
-    job = JOBS[name]
-    expected = optimized(None, None)
-    assert run_in_threads(job.size, lambda comm: optimized(job, comm)) == [expected] * job.size
+    first, *_, last = [job for job in JOBS.values() if job.size == world.size] * 2
+    predicts(first, world, predicted)
+    gradients_by_hand(last, world, by_hand)
 
 
 def test_batches_are_dealt_to_the_batch_group() -> None:

@@ -13,30 +13,7 @@ import mpizero as mz
 from mpizero.errors import ConfigError, DataError, RemoteError
 from mpizero.sharding.full_params import GlobalView
 from mpizero.testing import run_in_threads
-from tests.parallel.models import PRIVATE, Signum, mlp, part, points, same_on_layouts, sharded, trained, vectors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_users_own_optimizer_has_the_bits_of_one_process_at_every_stage(ranks):
-    run = partial(trained, model=mlp(), batch=points(9), optimizer=Signum())
-    same_on_layouts(ranks, run, run(None, "ddp"))
-
-
-def test_what_is_no_gradient_based_optimizer_is_refused_with_what_is_missing():
-    config = mz.ShardingConfig()
-    for cls in (mz.DDPOptimizer, mz.ZeRO1Optimizer, mz.ZeRO2Optimizer, mz.FSDPOptimizer, mz.LocalSGDOptimizer):
-        with pytest.raises(TypeError, match=r"no method update\(params, grads, state\)"):
-            cls(object(), config)
-        with pytest.raises(TypeError, match="needs a ShardingConfig, got 'x'"):
-            cls(mz.SGD(lr=0.1), "x")
-
-    class Normalized:
-        def update(self, params, grads, state):
-            params -= grads / (np.linalg.norm(grads) + 1)
-
-    with pytest.raises(TypeError, match="Normalized.update is not elementwise"):
-        mz.ZeRO1Optimizer(Normalized(), config)
+from tests.parallel.models import PRIVATE, mlp, part, points, sharded, vectors
 
 
 def test_an_optimizer_is_bound_before_it_steps_and_a_subclass_by_any_name_fits():
@@ -116,7 +93,6 @@ def test_training_follows_the_papers_formulas(name):
     ("pattern", "told"),
     [
         ("hiden.*", r"no parameter \(did you mean 'hidden.\*'\?\): the parameters are 'hidden.0.linear.weight'"),
-        ("output.linear.wieght", r"\(did you mean 'output.linear.weight'\?\)"),
         ("[", "matches no parameter: the parameters are"),
     ],
 )
@@ -193,7 +169,7 @@ def test_every_epoch_is_a_pass_and_functions_are_told_the_epoch_of_their_samples
 
 
 def best_of(comm, kind, **settings):
-    """Stop early, when an earlier epoch is the best one; return what is left of it, before and after the end."""
+    """Stop early, when an earlier epoch is the best one; return the history, and what is left of the best epoch."""
     model, layout = {
         "hybrid": (mz.HybridShardedModel, {"pipeline_parallel_size": 2, "zero_stage": 2}),
         "zero1": (mz.ZeRO1Model, {}),
@@ -204,27 +180,26 @@ def best_of(comm, kind, **settings):
         result = optimizer.optimize(two_lines())
         assert result.stopped_early
         assert len(result.history) == result.best_epoch + 3 < 50
+        parameters = optimizer.model.get_parameters()
         if kind != "zero1":
             assert result.best.nbytes == optimizer.model.shard_size * 4 < optimizer.model.parameter_count * 4
             with pytest.raises(TypeError, match="spread over the ranks"):
                 pickle.dumps(result)
-        parameters = optimizer.model.get_parameters()
-        if kind != "zero1":
             np.testing.assert_array_equal(result.best_parameters, parameters)
-    return parameters, result.best_parameters, pickle.loads(pickle.dumps(result)).best_parameters
+    later = pickle.loads(pickle.dumps(result)).best_parameters  # the model is closed
+    return result.history, [values.tobytes() for values in (parameters, result.best_parameters, later)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "settings"), [("zero3", PRIVATE), ("hybrid", {}), ("hybrid", PRIVATE), ("zero1", {})])
 def test_optimize_stops_early_and_keeps_the_best_parameters_as_the_model_keeps_its_own(kind, settings, monkeypatch):
     """No rank gathers the model to keep them: only who asks for them does; then they stay."""
-    expected = best_of(None, "zero1")
-    with monkeypatch.context() as patch:
-        if kind == "zero3":
-            patch.setattr(GlobalView, "fill", None)
-        everyone = run_in_threads(4 if kind == "hybrid" else 3, lambda comm: best_of(comm, kind, **settings))
-    for values in [*expected, *(values for found in everyone for values in found)]:
-        np.testing.assert_array_equal(values, expected[0])
+    history, (one, *others) = best_of(None, "zero1")
+    assert others == [one, one]
+    if kind == "zero3":
+        monkeypatch.setattr(GlobalView, "fill", None)
+    ranks = 4 if kind == "hybrid" else 3
+    assert run_in_threads(ranks, lambda comm: best_of(comm, kind, **settings)) == [(history, [one] * 3)] * ranks
 
 
 def test_best_parameters_that_were_never_asked_for_are_gone_with_the_model():
