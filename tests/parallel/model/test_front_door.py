@@ -47,22 +47,16 @@ def trained(model: Any, steps: int = 3) -> tuple[list[float], str]:
     return [model.train(*batch) for _ in range(steps)], model.parameters_sha256()
 
 
-def made(kind: str, comm: Any, optimizer: Any, **memory: Any) -> Any:
-    """Train a model that has its optimizer from the start; return what it found and the state of its optimizer."""
-    with config_of(comm, **memory) as config, KINDS[kind][0](mlp(), config, optimizer=optimizer) as model:
+def made(kind: str, comm: Any, optimizer: Any, *, later: bool = False, **memory: Any) -> Any:
+    """Train a model that has its optimizer from the start, or is given it; return what it found, and the state."""
+    first = None if later else optimizer
+    with config_of(comm, **memory) as config, KINDS[kind][0](mlp(), config, optimizer=first) as model:
+        if later:
+            KINDS[kind][1](optimizer, config).set_model(model)
         assert type(model.optimizer) is KINDS[kind][1]
         assert model.optimizer.model is model
         assert not list(config.mesh.unbound)
         return trained(model), model.optimizer.step_count, model.optimizer.state_dict()
-
-
-def bound_later(kind: str, comm: Any, optimizer: Any, **memory: Any) -> Any:
-    """The same by the classes of the contract."""
-    with config_of(comm, **memory) as config, KINDS[kind][0](mlp(), config) as model:
-        sharded = KINDS[kind][1](optimizer, config)
-        sharded.set_model(model)
-        assert model.optimizer is sharded
-        return trained(model), sharded.step_count, sharded.state_dict()
 
 
 #: A library's optimizer and one of a user's own.
@@ -72,12 +66,12 @@ OPTIMIZERS: tuple[Callable[[], Any], ...] = (lambda: mz.AdamW(lr=1e-2), Signum)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_model_that_is_made_with_its_optimizer_trains_as_one_that_is_given_it(ranks: int) -> None:
     """Each kind with one optimizer, way and kind of memory, others on the other number of ranks; on a part of them."""
-    expected = [bound_later("ddp", None, make()) for make in OPTIMIZERS]
+    expected = [made("ddp", None, make(), later=True) for make in OPTIMIZERS]
 
     def run(comm: Any) -> None:
         for number, kind in enumerate(KINDS, ranks):
-            which, way = number % 2, (made, bound_later)[number // 2 % 2]
-            found = way(kind, comm, OPTIMIZERS[which](), **MEMORIES[number % 3])
+            which, later = number % 2, number // 2 % 2 == 1
+            found = made(kind, comm, OPTIMIZERS[which](), later=later, **MEMORIES[number % 3])
             assert found[:2] == expected[which][:2]
             np.testing.assert_equal(found[2], expected[which][2])
         with comm.split(comm.rank % 2, comm.rank, "half") as half:
