@@ -50,6 +50,28 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+def public(kind: type) -> Iterator[tuple[str, str, set[str]]]:
+    """Every public function of a class and its bases of this package: its name, docstring, and decorators."""
+    seen = set()
+    for base in kind.__mro__[:-1]:
+        if not base.__module__.startswith("mpizero") or base in seen:
+            continue
+        seen.add(base)
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for node in body.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                marks = {ast.unparse(d).rpartition(".")[2] for d in node.decorator_list}
+                yield f"{base.__name__}.{node.name}", ast.get_docstring(node) or "", marks
+
+
+KINDS = (ShardedOptimizer, mz.HybridShardedModel, mz.LocalSGDOptimizer)
+#: Methods whose decorator compares the calls; one of them stands for all.
+DECORATED = {name.partition(".")[2] for kind in KINDS for name, _, marks in public(kind) if "collective" in marks} - {
+    "check_integrity"
+}
+
+
 def told_on(ranks: int, run: Callable[[Any], Any], error: type[Exception] = CollectiveMismatch) -> str:
     """What all ranks are told alike when each of them runs into ``error``."""
 
@@ -102,7 +124,7 @@ def check_odd_one(make: Callable[[Any], Any], call: str, usual: str, folder: Pat
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("call", [name for name in CALLS if name != "train"])
+@pytest.mark.parametrize("call", sorted(CALLS.keys() - DECORATED - {"train"}))
 def test_who_calls_something_else_than_the_others_is_told_with_both_lines(call: str, tmp_path: Path) -> None:
     turn = list(CALLS).index(call) % 2  # some calls on every strategy: see below
     strategy, memory = (("zero2", {}), ("zero3", PRIVATE))[turn]
@@ -244,21 +266,6 @@ def test_steps_send_no_message_more_than_their_sample_counts_and_losses() -> Non
     assert run_in_threads(2, run) == [{"operation": 1}] * 2
 
 
-def public(kind: type) -> Iterator[tuple[str, str, set[str]]]:
-    """Every public function of a class and its bases of this package: its name, docstring, and decorators."""
-    seen = set()
-    for base in kind.__mro__[:-1]:
-        if not base.__module__.startswith("mpizero") or base in seen:
-            continue
-        seen.add(base)
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for node in body.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                marks = {ast.unparse(d).rpartition(".")[2] for d in node.decorator_list}
-                yield f"{base.__name__}.{node.name}", ast.get_docstring(node) or "", marks
-
-
 #: Calls that compare themselves, and why.
 BY_HAND = {
     "Model.predict": "free where parameters are not sharded",
@@ -268,7 +275,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("kind", [ShardedOptimizer, mz.HybridShardedModel, mz.LocalSGDOptimizer])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_public_method_is_compared_or_says_that_it_is_not_collective(kind: type) -> None:
     for name, told, marks in public(kind):
         free = "property" in marks or "Not\ncollective" in told or "Not collective" in told or told.startswith("Raise ")
