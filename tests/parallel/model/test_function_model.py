@@ -26,7 +26,6 @@ GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
         ((1.0, {"a": GOOD["a"]}, 1.0), "no gradient for 'b'; it returned .'a'"),
         ((1.0, {**GOOD, "b": np.ones(4)}, 1.0), r"gradient of 'b' has shape \(4,\), its parameter has \(3,\)"),
         ((1.0, GOOD), r"must return \(loss_sum, gradients by name, weight\), it returned .'float', 'dict'"),
-        (None, "must return .* it returned NoneType"),
         ((1.0, [1, 2], 1.0), "must return .* it returned .'float', 'list', 'float'"),
         (
             (1.0, {**GOOD, "bb": np.ones(3)}, 1.0),

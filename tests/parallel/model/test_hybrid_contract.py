@@ -1,7 +1,8 @@
-"""The members that the contract promises, of models whose layers are spread over ranks."""
+"""The members that the contract promises, of models whose layers are spread; gradients by hand with every strategy."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import pytest
 import mpizero as mz
 from mpizero.data import ArraySource
 from mpizero.testing import parallel_assert, run_in_threads
-from tests.parallel.models import part
+from tests.parallel.models import layouts, part, sharded
 from tests.parallel.parallel_layouts import Case, Way, alone, mlp, of_first, placed, points, selected, texts
 from tests.parallel.parallel_layouts import gpt as larger_gpt
 
@@ -194,71 +195,86 @@ def by_hand_alone() -> tuple[list[Step], Any, Any, Any]:
         return taken, gradient, applied, single.get_parameters().copy()
 
 
-def gradients_by_hand(job: Job, comm: Any, expected: tuple[list[Step], Any, Any, Any]) -> None:
-    """Of jobs with an odd ZeRO stage they are synchronized by hand, too."""
-    auto = job.way.zero % 2 == 0
-    model = placed_as(job, Case(lambda: gpt(dropout=0.0)), comm, auto_sync_gradients=auto)
+def gradients_by_hand(model: Any, same: Callable[[Any, Any], None], expected: tuple[list[Step], Any, Any, Any]) -> None:
+    """They are full or owned. Where they are not synchronized at once, they are later."""
     taken, gradient, applied, trained = expected
+    auto, batch = model.config.auto_sync_gradients, part(model.batch_group, X, Y)
     with model:
         for wanted in taken:
             before = model.get_parameters()
-            found = model.compute_gradients(*part(model.batch_group, X, Y))
-            parallel_assert(comm, np.array_equal(model.get_parameters(), before), "parameters have changed")
+            found = model.compute_gradients(*batch)
+            parallel_assert(
+                model.mesh.communicator, np.array_equal(model.get_parameters(), before), "they have changed"
+            )
             assert (found.synchronized, found.weight) == (auto, wanted.weight)
-            job.same(found.loss, wanted.loss)
+            same(found.loss, wanted.loss)
             whole = model.synchronize_gradients()
             assert whole.synchronized
             mine = local_part(model._engine, wanted.named)
             owned = np.concatenate([mine[:0], *(mine[span.start : span.stop] for span in model.owned)])
-            job.same(whole.values, owned if job.way.zero >= 2 else mine)
+            for one in (found, whole) if auto else (whole,):
+                same(one.values, owned if model.metadata().zero_stage >= 2 else mine)
             model.optimizer.step()
-            job.same(model.last_step.loss, wanted.step_loss)
-            job.same(model.get_parameters(), wanted.parameters)
-        model.compute_gradients(*part(model.batch_group, X, Y))
+            same(model.last_step.loss, wanted.step_loss)
+            same(model.get_parameters(), wanted.parameters)
+        assert model.optimizer.step_count == len(taken)
+        model.compute_gradients(*batch)
         whole = model.synchronize_gradients(gather=True)
         assert list(whole.named()) == list(model.named_parameters())
-        job.same(whole.values, gradient)
+        same(whole.values, gradient)
         model.apply_gradients(whole, 0.1)
-        job.same(model.get_parameters(), applied)
-        with pytest.raises(RuntimeError, match="no gradient waits for it"):
-            model.synchronize_gradients()
+        same(model.get_parameters(), applied)
+        for use in (model.synchronize_gradients, model.optimizer.step):
+            with pytest.raises(RuntimeError, match="no gradient waits for it"):
+                use()
         if not auto:
             before = model.parameters_sha256()
-            model.train(*part(model.batch_group, X, Y))
+            model.train(*batch)
             assert model.parameters_sha256() == before  # nothing is updated before the step
             model.optimizer.step()
-            job.same(model.get_parameters(), trained)
+            same(model.get_parameters(), trained)
+
+
+def by_hand(job: Job, comm: Any) -> Any:
+    """Of jobs with an odd ZeRO stage they are synchronized by hand, too."""
+    return placed_as(job, Case(lambda: gpt(dropout=0.0)), comm, auto_sync_gradients=job.way.zero % 2 == 0)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_gradients_by_hand_make_the_step_of_one_process(name: str) -> None:
     expected = by_hand_alone()
-    on_threads(name, lambda job, comm: gradients_by_hand(job, comm, expected))
+    on_threads(name, lambda job, comm: gradients_by_hand(by_hand(job, comm), job.same, expected))
 
 
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 def test_over_mpi_too_predictions_metrics_and_gradients_are_those_of_one_process(world: Any) -> None:
     """Those of one job of this size, and these of another."""
-    predicted, by_hand = of_first(world, lambda: (predicted_alone(), by_hand_alone()))
+    predicted, stepped = of_first(world, lambda: (predicted_alone(), by_hand_alone()))
     first, *_, last = [job for job in JOBS.values() if job.size == world.size] * 2
     predicts(first, world, predicted)
-    gradients_by_hand(last, world, by_hand)
+    gradients_by_hand(by_hand(last, world), last.same, stepped)
+
+
+@pytest.mark.mpi
+def test_over_mpi_gradients_by_hand_make_the_step_of_one_process_with_every_strategy(world: Any) -> None:
+    """Some are synchronized at once, others later; on another number of ranks others."""
+    expected = of_first(world, by_hand_alone)
+    for number, (strategy, memory) in enumerate(layouts(world.size)):
+        settings = {"micro_batch": 2, "auto_sync_gradients": bool((number + number // 2 + world.size // 3) % 2)}
+        model = sharded(strategy, world, gpt(dropout=0.0), **settings, **memory)
+        gradients_by_hand(model, np.testing.assert_array_equal, expected)
 
 
 def test_batches_are_dealt_to_the_batch_group() -> None:
-    x = np.arange(60.0).reshape(20, 3)
-    source = ArraySource(x, np.arange(20))
+    source = ArraySource(np.zeros((20, 3)), np.arange(20))
 
-    def body(comm: Any) -> Any:
+    def dealt(comm: Any) -> Any:
         with placed(Case(lambda: mlp(features=3)), comm, Way(2)) as model:
             stream = mz.data.batches(source, model.config, 8, steps=2, group=model.batch_group)
-            found = [y.tolist() for _, y in stream]
-            for bx, by in mz.data.batches(source, model.config, 8, steps=2, group=model.batch_group):
-                model.train(bx, by % 3)
-            return found
+            return [y.tolist() for _, y in stream]
 
-    found = run_in_threads(4, body)
+    found = run_in_threads(4, dealt)
     assert found[0] == found[2] != found[1] == found[3]
     single = [y.tolist() for _, y in mz.data.batches(source, mz.ShardingConfig(micro_batch=2), 8, steps=2)]
     assert [a + b for a, b in zip(found[0], found[1], strict=True)] == single
