@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
-from mpizero.errors import ConfigError, MpizeroError, StateError
+from mpizero.errors import MpizeroError, StateError
 from mpizero.testing import run_in_threads
 from tests.parallel.models import STRATEGIES, gpt, mlp, part, points, tokens
 
@@ -122,20 +122,6 @@ def test_what_does_not_fit_together_is_refused_on_every_rank(name: str) -> None:
             make(comm)
 
     run_in_threads(2, work)
-
-
-def test_ranks_whose_meshes_or_settings_differ_are_told_apart() -> None:
-    def unlike(comm: Any, mesh: dict[str, Any], config: dict[str, Any]) -> None:
-        own = {"timeout": None} | (mesh if comm.rank else {})
-        mz.distribute(mlp(), None, mesh=mz.Mesh(comm, **own), config=mz.Config(**(config if comm.rank else {})))
-
-    for mesh, config, words in (
-        ({"timeout": 5.0}, {}, "timeout of Mesh None on rank 0, 5.0 on rank 1"),
-        ({"pipeline": 2}, {}, "pipeline of Mesh 1 on rank 0, 2 on rank 1"),
-        ({}, {"clip": 2.0}, "clip of Config None on rank 0, 2.0 on rank 1"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            run_in_threads(2, lambda comm, m=mesh, c=config: unlike(comm, m, c))
 
 
 def test_a_model_closes_the_ranks_that_were_made_for_it_if_no_other_model_uses_them() -> None:

@@ -89,6 +89,12 @@ def config(**settings: Any) -> Place:
     return lambda comm, odd: mz.ZeRO2Model(mlp(), mz.ShardingConfig(comm=comm, **(settings if odd else {})))
 
 
+def mesh(settings: Any = None, **sizes: Any) -> Place:
+    return lambda comm, odd: mz.distribute(
+        mlp(), None, mesh=mz.Mesh(comm, **(sizes if odd else {})), config=settings if odd else None
+    )
+
+
 def kind(usual: Callable[[Any, Any], Any], other: Callable[[Any, Any], Any]) -> Place:
     return lambda comm, odd: (other if odd else usual)(gpt(), mz.ShardingConfig(comm=comm))
 
@@ -142,6 +148,9 @@ CASES: dict[str, Place] = {
         gpt(), mz.ShardingConfig(comm=comm), 3, cuts=[1 + odd]
     ),
     "share_node_memory of ShardingConfig True {0}, False {1}": config(share_node_memory=False),
+    "pipeline of Mesh 1 {0}, 3 {1}": mesh(pipeline=3),
+    "timeout of Mesh 600.0 {0}, 5.0 {1}": mesh(timeout=5.0),
+    "clip of Config None {0}, 2.0 {1}": mesh(mz.Config(clip=2.0)),
     "bad_steps.limit of ShardingConfig 5 {0}, 3 {1}": config(bad_steps=mz.BadSteps(limit=3)),
     "device of ShardingConfig 'cpu' {0}, 'cuda' {1}": config(device="cuda"),
     "learning rate 0.1 {0}, 0.2 {1}": optimizer(lambda odd: mz.AdamW(lr=0.1 + 0.1 * odd)),

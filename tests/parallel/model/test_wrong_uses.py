@@ -48,10 +48,8 @@ def placed(model):
 
 
 def bound(**arguments):
-    model = placed(black_box())
-    optimizer = mz.ZeRO2Optimizer(mz.SGD(), model.config, **arguments)
-    optimizer.set_model(model)
-    return optimizer
+    optimizer = mz.ZeRO2Optimizer(mz.SGD(), **arguments)
+    return mz.ZeRO2Model(black_box(), mz.ShardingConfig(), optimizer=optimizer).optimizer
 
 
 class Uncounted(mz.nn.Sequential):
@@ -332,8 +330,7 @@ def test_threads_that_train_one_module_of_pytorch_are_refused(monkeypatch, funct
 
 
 def trained(config, path=None):
-    model, optimizer = mz.ZeRO2Model(black_box(), config), mz.ZeRO2Optimizer(mz.Adam(lr=0.1), config)
-    optimizer.set_model(model)
+    model = mz.ZeRO2Model(black_box(), config, optimizer=mz.Adam(lr=0.1))
     model.train(X, Y)
     if path is not None:
         model.save_model(path)
