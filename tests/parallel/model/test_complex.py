@@ -18,7 +18,7 @@ from mpizero.nn.arrays import initial_values
 from mpizero.nn.layer import Layer
 from mpizero.testing import check_model, run_in_threads
 from mpizero.types import Init, ParameterSpec, Part
-from tests.parallel.models import MEMORIES, STRATEGIES, part, sharded, trained
+from tests.parallel.models import MEMORIES, layouts, part, sharded, trained
 from tests.parallel.parallel_layouts import Chain
 
 #: An odd number of real numbers comes first, so that ranks share complex ones.
@@ -92,8 +92,8 @@ def trained_in_pairs(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_on_every_layout_optimizers_and_norms_see_pairs_of_real_numbers(ranks: int) -> None:
-    for number, strategy in enumerate(STRATEGIES, ranks):
-        name, memory = list(OPTIMIZERS)[number % 4], MEMORIES[number % 3]
+    for number, (strategy, memory) in enumerate(layouts(ranks)):
+        name = list(OPTIMIZERS)[(number + ranks) % 4]
         optimizer, settings = OPTIMIZERS[name]
         run = partial(trained, strategy=strategy, model=model_of(), batch=samples(), optimizer=optimizer, **settings)
         found = run_in_threads(ranks, partial(run, **memory))

@@ -15,7 +15,7 @@ from mpizero.errors import CheckpointError, ConfigError, LayoutError, MpizeroErr
 from mpizero.nn import Checkpointed, Frozen, initial_parameters
 from mpizero.testing import check_model, run_in_threads
 from mpizero.types import IntegerSpec
-from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, part, sharded
+from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, layouts, part, sharded
 from tests.parallel.normalized import MOMENTUM, RATE, BatchNorm, CountingNorm, by_hand, network, samples
 from tests.parallel.parallel_layouts import Case, Way, pipelines, placed, steps
 from tests.parallel.parallel_layouts import alone as placed_alone
@@ -89,8 +89,8 @@ def test_integers_count_steps():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_replicas_have_the_bits_of_one_process(ranks):
     """All samples come from one rank."""
-    for number, strategy in enumerate(STRATEGIES, ranks):
-        name, memory = list(CASES)[number % len(CASES)], MEMORIES[number % len(MEMORIES)]
+    for number, (strategy, memory) in enumerate(layouts(ranks)):
+        name = list(CASES)[(number + ranks) % len(CASES)]
         sizes = [len(CASES[name].batches[0][0])] + [0] * (ranks - 1)
         run = partial(trained_as, name, way=Way(zero=STRATEGIES.index(strategy)), sizes=sizes, **memory)
         assert run_in_threads(ranks, run) == [alone(name)] * ranks, (name, strategy, memory)
