@@ -15,7 +15,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import MpizeroError, StateError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import KINDS as STRATEGIES
+from tests.parallel.models import KINDS as CLASSES
 from tests.parallel.models import Signum, mlp, part, points, ten
 
 X, Y = points(12)
@@ -83,7 +83,7 @@ def test_a_model_that_is_made_with_its_optimizer_trains_as_one_that_is_given_it(
 def test_distribute_makes_a_model_of_one_class_for_every_strategy_and_mesh() -> None:
     def names(comm: Any) -> list[str]:
         found = []
-        for strategy in STRATEGIES:
+        for strategy in CLASSES:
             with mz.Mesh(comm, pipeline=comm.size) as mesh, mz.distribute(mlp(), ADAMW, strategy, mesh=mesh) as model:
                 assert (type(model), type(model.optimizer)) == (mz.Model, mz.ShardedOptimizer)
                 found.append(model.metadata().strategy)
