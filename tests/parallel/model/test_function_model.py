@@ -27,10 +27,7 @@ GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
         ((1.0, {**GOOD, "b": np.ones(4)}, 1.0), r"gradient of 'b' has shape \(4,\), its parameter has \(3,\)"),
         ((1.0, GOOD), r"must return \(loss_sum, gradients by name, weight\), it returned .'float', 'dict'"),
         ((1.0, [1, 2], 1.0), "must return .* it returned .'float', 'list', 'float'"),
-        (
-            (1.0, {**GOOD, "bb": np.ones(3)}, 1.0),
-            r"gradient for 'bb', which is no parameter .*the parameters are .'a', 'b'",
-        ),
+        ((1.0, {**GOOD, "bb": np.ones(3)}, 1.0), r"for 'bb', which is no parameter .*the parameters are .'a', 'b'"),
         ((1.0, {"a": GOOD["a"], "B": np.ones(3)}, 1.0), r"for 'B', which is no parameter \(did you mean 'b'\?\)"),
         *(
             (
@@ -43,10 +40,7 @@ GOOD = {"a": np.ones((2, 3)), "b": np.ones(3)}
             ((loss, GOOD, 1.0), "loss_and_grad .answer at test_function_model.py:.* returned .* as the loss of sample")
             for loss in ("1.5", None, 1j, np.ones(2), True, np.array("1"))
         ),
-        *(
-            ((1.0, GOOD, weight), "returned .* as the weight of sample .*: expected one real")
-            for weight in ("1", np.ones(2))
-        ),
+        *(((1.0, GOOD, weight), "as the weight of sample .*: expected one real") for weight in ("1", np.ones(2))),
         ((1.0, GOOD, -1.0), "returned -1 as the weight of sample .*: expected a number >= 0"),
     ],
 )
