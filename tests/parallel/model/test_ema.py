@@ -82,7 +82,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_average_has_the_same_bits_on_every_layout(name):
     alone = trained("self", name, "ddp")
-    for ranks, strategy, layout, settings in LAYOUTS if name == "adamw" else LAYOUTS[4:]:
+    for ranks, strategy, layout, settings in LAYOUTS if name == "adamw" else LAYOUTS[3:]:
         found = run_in_threads(ranks, lambda comm, w=(strategy, layout), s=settings: trained(comm, name, *w, **s))
         assert found[0] == alone, (ranks, strategy, layout, settings)
 
@@ -131,23 +131,20 @@ def test_split_layers_average_their_parts_and_clipping_changes_nothing_of_it():
 
 @pytest.mark.slow
 def test_a_resume_goes_on_with_the_average_on_another_layout(tmp_path, capsys):
-    def first(comm):
-        with placed(comm, mz.AdamW(1e-2), "zero3", share_node_memory=False) as model:
+    def two_steps(comm, begin="", end="", **where):
+        with placed(comm, mz.AdamW(1e-2), **where) as model:
+            if begin:
+                model.load_model(tmp_path / begin)
             for _ in range(2):
                 model.train(*part(model.batch_group, X, Y))
-            model.save_model(tmp_path / "saved")
-
-    def second(comm, **layout):
-        with placed(comm, mz.AdamW(1e-2), **layout) as model:
-            model.load_model(tmp_path / "saved")
-            for _ in range(2):
-                model.train(*part(model.batch_group, X, Y))
+            if end:
+                model.save_model(tmp_path / end)
             return model.parameters_sha256(), average_of(model).tobytes()
 
-    run_in_threads(3, first)
+    run_in_threads(3, lambda comm: two_steps(comm, end="saved", strategy="zero3", share_node_memory=False))
     wanted = trained("self", "adamw", "ddp")[:2]
-    assert second("self", strategy="ddp") == wanted
-    assert run_in_threads(4, lambda comm: second(comm, layout={"pipeline_parallel_size": 2}))[0] == wanted
+    assert two_steps("self", "saved", strategy="ddp") == wanted
+    assert run_in_threads(4, lambda comm: two_steps(comm, "saved", layout={"pipeline_parallel_size": 2}))[0] == wanted
     with placed("self", mz.AdamW(1e-2), ema=None) as model:
         model.load_model(tmp_path / "saved")
         assert "holds an average of the parameters, which is not read" in capsys.readouterr().err
