@@ -43,7 +43,7 @@ def in_place(write: Any = overwrite, *, spoils: bool = True) -> mz.FunctionModel
     return mz.FunctionModel(returning.parameters, loss_and_grad, in_place=True, **frozen)
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 3), (2, 1), (3, 3), (4, 1)])
+@pytest.mark.parametrize(("ranks", "accumulate"), [(1, 3), (2, 1), (3, 3), (4, 1), (4, 3)])
 def test_in_place_has_the_bits_of_returned_gradients(ranks: int, accumulate: int) -> None:
     """More waves than one, units of one tensor, nodes of two ranks: every way that a slot is used again."""
     expected = trained(None, "ddp", hard_function(), vectors(19), accumulate=accumulate)
