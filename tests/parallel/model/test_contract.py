@@ -243,16 +243,16 @@ def test_who_still_predicts_sees_the_old_parameters() -> None:
         wrapped = mz.FunctionModel({"w": np.zeros(10)}, ten().loss_and_grad, predict=slow)
         with sharded("zero1", comm, wrapped, mz.SGD(lr=1.0)) as model:
             changes = (
-                lambda: model.set_parameters(np.ones(10)),
-                lambda: model.apply_gradients(model.synchronize_gradients(), 1.0),
-                lambda: model.optimizer.step(),
+                lambda gradient: model.set_parameters(np.ones(10)),
+                lambda gradient: model.apply_gradients(gradient, 1.0),
+                lambda gradient: model.optimizer.step(),
             )
             for number, change in enumerate(changes):
-                model.compute_gradients(np.ones((1, 10)), np.ones(1))
+                gradient = model.compute_gradients(np.ones((1, 10)), np.ones(1))
                 before = model.get_parameters()
                 seen = model.predict(np.array(number if comm.rank == 1 else -1))
                 begun.append(waits[number])
-                change()
+                change(gradient)
                 np.testing.assert_array_equal(seen, before)
 
     run_in_threads(2, race)
