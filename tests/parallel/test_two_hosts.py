@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"
 PROGRAM = Path(__file__).with_name("two_hosts_program.py")
 FAULTS = ROOT / "tests" / "faults" / "program.py"
-#: Seconds for a whole case.
-LIMIT = 60.0
+#: Seconds for a whole case, which takes 45 on two cores that six programs share.
+LIMIT = 300.0
 
 pytestmark = pytest.mark.slow
 
@@ -99,26 +99,29 @@ def test_hosts_have_the_bits_of_one_process_and_send_what_is_counted(tmp_path, h
     for row in rows:
         assert row["nodes"] == [[f"host{number}", ranks] for number in range(1, hosts + 1)]
         assert row["sha256"] == expected, row
-        assert row["counted"] <= row["by_interface"] < 1.1 * row["counted"] + 10_000, row  # headers, acknowledgements
+        # headers, acknowledgements, and what ranks ask one another on a machine so busy that nothing moves for seconds
+        assert row["counted"] <= row["by_interface"] < 1.1 * row["counted"] + 30_000, row
     assert len(re.findall(r"^host[1-4] sent \d+ bytes$", err, re.MULTILINE)) == hosts
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("command", "said"),
     [
         (
-            "exit_0",
+            lambda folder: (FAULTS, "exit_0", folder, "1"),
             r"\[rank 1/2 host2\] left early: .* rank 0 waits in barrier #6 'gradients' .* program.py:\d+ in train",
         ),
         (
-            "sleep",
-            r"stuck: barrier #6 .*: rank 1 not in it\n(.*\n)+.*rank 1 on host2: at work at program.py:\d+ in <lambda>",
+            lambda folder: (PROGRAM, folder, "sleep"),
+            r"stuck: barrier #\d+ 'gradients'.*: rank 1 not in it\n(.*\n)+"
+            r".*rank 1 on host2: at work at two_hosts_program.py:\d+ in sleep_on_rank_1",
         ),
     ],
+    ids=["exit", "sleep"],
 )
-def test_a_rank_that_fails_on_the_other_host_ends_the_job_and_is_named(tmp_path, fault, said):
-    command = (sys.executable, str(FAULTS), fault, str(tmp_path), "1")
-    status, _, err = ended(start("--unshaped", "--ranks-per-host", "1", "--", *command))
+def test_a_rank_that_fails_on_the_other_host_ends_the_job_and_is_named(tmp_path, command, said):
+    arguments = map(str, (sys.executable, *command(tmp_path)))
+    status, _, err = ended(start("--unshaped", "--ranks-per-host", "1", "--", *arguments))
     assert status != 0
     assert re.search(said, err), err
 

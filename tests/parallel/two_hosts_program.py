@@ -1,17 +1,20 @@
 """One rank of a training on several hosts, started by test_two_hosts.py: a line of JSON for each strategy.
 
-``two_hosts_program.py FOLDER`` leaves a checkpoint of each strategy in the folder.
+``two_hosts_program.py FOLDER`` leaves a checkpoint of each strategy in the folder. ``two_hosts_program.py FOLDER
+sleep`` gets stuck.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 
 import mpizero as mz
+from mpizero.guard.watchdog import Watchdog
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STEPS, BATCH, SEQUENCE, VOCABULARY = 2, 11, 8, 32
@@ -60,6 +63,18 @@ def by_interface(comm):
     return count
 
 
+def sleep_on_rank_1(folder):
+    """Let rank 0 wait for rank 1, which sleeps by then: no other call is watched, however slow the machine is."""
+    comm, asleep = mz.comm.as_communicator(), Path(folder) / "asleep"
+    with Watchdog(comm, timeout=0.6):
+        if comm.rank == 1:
+            asleep.touch()
+            time.sleep(1000)
+        while not asleep.exists():
+            time.sleep(0.01)
+        comm.barrier("gradients")
+
+
 def main():
     import socket
 
@@ -81,4 +96,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sleep_on_rank_1(sys.argv[1]) if sys.argv[2:] else main()
