@@ -124,6 +124,31 @@ def ten(poison: Any = None) -> mz.FunctionModel:
     return mz.FunctionModel({"w": np.arange(10.0)}, loss_and_grad, predict=lambda p, x: x @ p["w"])
 
 
+#: Shapes and number of the parameters of :func:`echo`.
+ECHO_SHAPES, ECHO_SIZE = {"a": (37, 5), "b": (211,)}, 37 * 5 + 211
+
+
+def echo() -> mz.FunctionModel:
+    """A model whose gradient is what the samples say, whatever the parameters are: sums are known.
+
+    A sample weighs 1 and its target.
+    """
+
+    def loss_and_grad(p: Mapping[str, Array], batch: tuple[Any, Any]) -> tuple[float, dict[str, Array], float]:
+        x, y = batch
+        flat = x.sum(0)
+        return float(flat.sum()), {"a": flat[:185].reshape(37, 5), "b": flat[185:]}, float((1 + y).sum())
+
+    return mz.FunctionModel({name: np.zeros(shape, np.float32) for name, shape in ECHO_SHAPES.items()}, loss_and_grad)
+
+
+def echoed(seed: int, samples: int) -> tuple[Array, Array]:
+    """Gradients of very different sizes."""
+    rng = np.random.default_rng(seed)
+    sizes = 10.0 ** rng.integers(-3, 2, ECHO_SIZE)
+    return (rng.standard_normal((samples, ECHO_SIZE)) * sizes).astype(np.float32), np.zeros(samples)
+
+
 def hard_function(dtype: str = "float64") -> mz.FunctionModel:
     """A black box with a frozen, an empty and prime-sized parameters: (w x + b * scale)^2, all samples apart."""
     rng = np.random.default_rng(3)

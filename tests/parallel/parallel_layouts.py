@@ -201,17 +201,35 @@ def _same(block: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Trap(Layer):
+class Wrapped(Layer):
+    """A layer that does what another one does, and says nothing of splitting."""
+
+    layer: Any
+
+    def specs(self) -> Any:
+        return self.layer.specs()
+
+    def forward(self, params: Any, x: Array, run: Any = EVALUATE) -> tuple[Array, Any]:
+        return self.layer.forward(params, x, run)
+
+    def backward_input(self, params: Any, cache: Any, dy: Array) -> tuple[Any, Any]:
+        return self.layer.backward_input(params, cache, dy)
+
+    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
+        self.layer.backward_weights(params, cache, pending, grads)
+
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.layer.output_shape(shape))
+
+
+@dataclass(frozen=True)
+class Trap(Wrapped):
     """A layer that goes wrong while it is armed: ``armed["what"]`` is "forward", "input", "weights" or "infinite".
 
     ``armed["first"]`` is the global index of the first sample of the micro-batch that goes wrong.
     """
 
-    layer: Any
     armed: dict[str, Any] = field(compare=False, hash=False)
-
-    def specs(self) -> Any:
-        return self.layer.specs()
 
     def _spring(self, what: str, first: int) -> None:
         if self.armed.get("what") == what and first == self.armed["first"]:
@@ -234,9 +252,6 @@ class Trap(Layer):
             while isinstance(first, Mapping):
                 first = next(iter(first.values()))
             first.reshape(-1)[-1] = np.inf
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.layer.output_shape(shape))
 
 
 def with_traps(model: Any, armed: Mapping[str, dict[str, Any]]) -> Blocks:

@@ -14,42 +14,26 @@ from mpizero.comm.reduce import codec_of
 from mpizero.layout import Partition
 from mpizero.testing import parallel_assert, run_in_threads
 from tests.parallel.covering import covering
-from tests.parallel.models import PRIVATE, STRATEGIES, mlp, part, points, sharded
+from tests.parallel.models import ECHO_SHAPES, ECHO_SIZE, PRIVATE, STRATEGIES, echo, echoed, mlp, part, points, sharded
 from tests.parallel.normalized import network, samples
 from tests.parallel.parallel_layouts import Case, Way, gpt, placed, texts
 
 KINDS = ("int8", "topk:0.1")
-SHAPES = {"a": (37, 5), "b": (211,)}
-SIZE = 37 * 5 + 211
-
-
-def answer(parameters: Any, batch: Any) -> Any:
-    """The gradient of each parameter is what the samples say, whatever the parameters are: sums are known."""
-    x, _ = batch
-    flat = x.sum(0)
-    return float(x.sum()), {"a": flat[:185].reshape(37, 5), "b": flat[185:]}, float((1 + batch[1]).sum())
 
 
 def model_of(strategy: str, comm: Any, optimizer: Any = None, **settings: Any) -> Any:
-    start = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    return sharded(strategy, comm, mz.FunctionModel(start, answer), optimizer or mz.SGD(lr=1.0), **settings)
-
-
-def batch_of(step: int, samples: int) -> tuple[Any, Any]:
-    rng = np.random.default_rng(step)
-    sizes = 10.0 ** rng.integers(-3, 2, SIZE)
-    return (rng.standard_normal((samples, SIZE)) * sizes).astype(np.float32), np.zeros(samples)
+    return sharded(strategy, comm, echo(), optimizer or mz.SGD(lr=1.0), **settings)
 
 
 def mine(comm: Any, step: int, samples: int) -> tuple[Any, Any]:
-    x, y = batch_of(step, samples)
+    x, y = echoed(step, samples)
     own = Partition(samples, comm.size).shard(comm.rank)
     return x[own.start : own.stop], y[own.start : own.stop]
 
 
 def unsent(model: Any) -> Any:
     """What all ranks together have left out of means, in the order of the parameters."""
-    engine, total = model._engine, np.zeros(SIZE)
+    engine, total = model._engine, np.zeros(ECHO_SIZE)
     exchange, layout = engine.exchange, engine.layout
     exchange.begin(1, 1.0)
     exchange.weigh(1.0, sent=False)  # of a batch of one sample whose weight is 1, sums are means
@@ -60,9 +44,9 @@ def unsent(model: Any) -> Any:
                 start = layout.gradient_bases[unit.index] + span.start  # no frozen nor tied parameters here
                 total[start : start + span.size] += left[place : place + span.size]
                 place += span.size
-    everyone = np.empty(SIZE * engine.grid.world.size)
+    everyone = np.empty(ECHO_SIZE * engine.grid.world.size)
     engine.grid.world.allgather(total, everyone)
-    return everyone.reshape(-1, SIZE).sum(0)
+    return everyone.reshape(-1, ECHO_SIZE).sum(0)
 
 
 def lost(strategy: str, comm: Any, kind: str, memory: dict[str, Any]) -> float:
@@ -71,12 +55,12 @@ def lost(strategy: str, comm: Any, kind: str, memory: dict[str, Any]) -> float:
     Batches have other numbers of samples, and samples other weights, in each step.
     """
     model = model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **memory)
-    wanted = np.zeros(SIZE)
+    wanted = np.zeros(ECHO_SIZE)
     with model:
         for step, samples in enumerate((12, 3, 24, 12)):
             x, y = mine(comm, step, samples)
             model.train(x, y + step)
-            wanted += batch_of(step, samples)[0].astype(float).mean(0) / (1 + step)
+            wanted += echoed(step, samples)[0].astype(float).mean(0) / (1 + step)
         sent = -model.get_parameters().astype(float)
         left = unsent(model)
         assert (np.abs(left).max() > 0) == (model._engine.grid.inter_node.size > 1)
@@ -102,16 +86,16 @@ def test_nothing_is_lost_between_processes(world: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bf16", *KINDS])
-def test_all_copies_have_the_same_bits_and_a_second_run_too(kind: str) -> None:
-    def run(comm: Any, strategy: str) -> Any:
+@pytest.mark.parametrize(("kind", "zero"), [*zip(("bf16", *KINDS), STRATEGIES[1:], strict=True)])
+def test_all_copies_have_the_same_bits_and_a_second_run_too(kind: str, zero: str) -> None:
+    def run(comm: Any, strategy: str) -> bytes:
         with model_of(strategy, comm, mz.AdamW(lr=0.1), gradient_compression=kind, **PRIVATE) as model:
             for step in range(3):
                 model.train(*mine(comm, step, 12))
             values = model._engine.store.values if strategy == "ddp" else model.get_parameters()
-            return values.tobytes()
+            return bytes(values.tobytes())
 
-    for strategy in STRATEGIES:
+    for strategy in ("ddp", zero):
         runs = [set(run_in_threads(3, lambda comm, s=strategy: run(comm, s))) for _ in range(2)]
         assert len(runs[0] | runs[1]) == 1, strategy
 
@@ -180,13 +164,13 @@ def test_bytes_are_those_of_the_formula(n: int) -> None:
         with model_of(strategy, comm, micro_batch=1, gradient_compression=kind, **PRIVATE) as model:
             model.train(*mine(comm, 0, n))
             if kind in ("bf16", "fp16"):
-                wanted = -batch_of(0, n)[0].mean(0)
+                wanted = -echoed(0, n)[0].mean(0)
                 np.testing.assert_allclose(model.get_parameters(), wanted, rtol=2.0**-6, atol=2.0**-6)
             return int(model._engine.grid.gradients.counters.bytes_by_tag["gradients"])
 
     for kind, bytes_of in formulas.items():
         strategy = ("ddp", "zero1")[(n + len(kind)) % 2]
-        units = [SIZE] if strategy == "ddp" else [int(np.prod(shape)) for shape in SHAPES.values()]
+        units = [ECHO_SIZE] if strategy == "ddp" else [int(np.prod(shape)) for shape in ECHO_SHAPES.values()]
         sizes = [sum(owned) for owned in zip(*(Partition(unit, n).sizes() for unit in units), strict=True)]
         for rank, found in enumerate(run_in_threads(n, lambda c, k=kind, s=strategy: sent(c, k, s))):
             assert found == sum(bytes_of(size) for peer, size in enumerate(sizes) if peer != rank)
@@ -243,7 +227,7 @@ def test_what_a_large_batch_left_out_is_no_larger_part_of_a_small_one(kind: str)
                 changes.append(float(np.abs(model.get_parameters() - before).max()))
         return changes
 
-    largest = np.abs(batch_of(0, 64)[0].mean(0)).max()
+    largest = np.abs(echoed(0, 64)[0].mean(0)).max()
     for strategy in STRATEGIES:
         for changes in run_in_threads(2, lambda comm, s=strategy: run(comm, s)):
             assert max(changes) <= 1.01 * largest, (strategy, changes, largest)
@@ -295,7 +279,7 @@ def test_the_optimizer_compresses_what_its_model_sends_until_another_is_bound(st
             for _ in range(2):  # the first also agrees that there is memory for gradients
                 model.train(*mine(comm, 0, 12))
             before = model.last_step.bytes_sent
-            model.set_parameters(np.zeros(SIZE, np.float32))
+            model.set_parameters(np.zeros(ECHO_SIZE, np.float32))
             packed.set_model(model)
             for step in range(2):
                 model.train(*mine(comm, step, 12))
@@ -324,8 +308,8 @@ def test_residuals_are_counted() -> None:
 
     for rank, (ddp, zero2) in enumerate(run_in_threads(4, run)):
         own = sum(Partition(size, 4).sizes()[rank] for size in (185, 211))  # one unit each
-        assert ddp == (8 * SIZE, 8 * SIZE)
-        assert zero2 == (8 * (SIZE - own), 8 * SIZE * 3 / 4)
+        assert ddp == (8 * ECHO_SIZE, 8 * ECHO_SIZE)
+        assert zero2 == (8 * (ECHO_SIZE - own), 8 * ECHO_SIZE * 3 / 4)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8", "topk:0.3"])

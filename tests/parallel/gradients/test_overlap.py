@@ -16,16 +16,14 @@ import mpizero as mz
 from mpizero.comm import reduce as exchanges
 from mpizero.errors import CollectiveMismatch, MpizeroError
 from mpizero.kernels import matmul as products
-from mpizero.nn import Layer
 from mpizero.sharding import params as publication
 from mpizero.sharding import update
 from mpizero.testing import parallel_assert, run_in_threads
-from mpizero.types import EVALUATE
 from tests.faults.jobs import launchers, run_job
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, part, points, sharded, tokens
 from tests.parallel.models import gpt as small_gpt
 from tests.parallel.normalized import network, samples
-from tests.parallel.parallel_layouts import Blocks, gpt, known, texts, with_traps
+from tests.parallel.parallel_layouts import Blocks, Wrapped, gpt, known, texts, with_traps
 
 #: A bucket of 64 float32 values, in MiB: even small models have many.
 FINE = 256 / 2**20
@@ -131,33 +129,26 @@ def test_a_step_that_fails_leaves_nothing_in_flight_between_processes(world: Any
 
 
 @dataclass(frozen=True)
-class Noted(Layer):
+class Noted(Wrapped):
     """A layer that calls ``note`` when its backward pass begins."""
 
-    layer: Any
     note: Callable[[], None] = field(compare=False, hash=False)
-
-    def specs(self) -> Any:
-        return self.layer.specs()
-
-    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
-        return self.layer.forward(params, x, run)
 
     def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
         self.note()
         return self.layer.backward_input(params, cache, dy)
 
-    def backward_weights(self, params: Any, cache: Any, pending: Any, grads: Any) -> None:
-        self.layer.backward_weights(params, cache, pending, grads)
+
+def noted(note: Callable[[], None]) -> Blocks:
+    """A network of four blocks, each of which calls ``note`` when its backward pass begins."""
+    plain = mz.nn.MLP(6, (7, 5, 4), 3)
+    return Blocks(plain, {name: lambda block: Noted(block, note) for name in plain.blocks})
 
 
 def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bool], bool, int]:
     """Whether sums travel once the backward of each block begins, and still after the step; the number of messages."""
     placed: list[Any] = []
     found: list[bool] = []
-
-    def note() -> None:
-        found.append(messages() > 0)
 
     def messages() -> int:
         by_tag = placed[0]._engine.grid.gradients.counters.messages_by_tag
@@ -170,13 +161,9 @@ def in_flight(comm: Any, strategy: str, memory: dict[str, Any]) -> tuple[list[bo
         sums = engine.all_reduce.overlapped
         return sums is not None and (bool(sums._queue) or bool(sums._gatherings))
 
-    plain = mz.nn.MLP(6, (7, 5, 4), 3)
-    noted = Blocks(plain, {name: lambda block: Noted(block, note) for name in plain.blocks})
-    model = sharded(strategy, comm, noted, micro_batch=2, **memory)
-    placed.append(model)
-    x, y = np.ones((2 * comm.size, 6), np.float32), np.zeros(2 * comm.size, np.int64)
-    with model:
-        model.train(*part(comm, x, y))
+    with sharded(strategy, comm, noted(lambda: found.append(messages() > 0)), micro_batch=2, **memory) as model:
+        placed.append(model)
+        model.train(*part(comm, *points(2 * comm.size)))
         return found, under_way(), messages()
 
 
@@ -203,12 +190,8 @@ def test_a_unit_of_more_messages_than_travel_at_a_time_does_not_hold_up_the_next
         """Whether messages of the units after it wait when a block's backward begins, and the hash."""
         placed: list[Any] = []
         found: list[bool] = []
-        plain = mz.nn.MLP(6, (7, 5, 4), 3)
-        noted = {
-            name: lambda block: Noted(block, lambda: found.append(bool(placed[0]._engine.reducer._queue._waiting)))
-            for name in plain.blocks
-        }
-        with sharded(strategy, comm, Blocks(plain, noted), micro_batch=2, ranks_per_node=1) as model:
+        network = noted(lambda: found.append(bool(placed[0]._engine.reducer._queue._waiting)))
+        with sharded(strategy, comm, network, micro_batch=2, ranks_per_node=1) as model:
             placed.append(model)
             for _ in range(2):
                 model.train(*part(comm, x, y))
@@ -233,17 +216,15 @@ def test_what_blocks_have_finished_travels_while_the_others_compute() -> None:
     assert nodes == [(late, False, 4), (early, False, 4)] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("memory", "ways"),
-    [(MEMORIES[1], ("predict", "gradients", "clone")), (MEMORIES[2], ("evaluate", "apply", "integrity"))],
+    ("strategy", "settings"),
+    [
+        ("zero1", {}),
+        ("zero2", {"clip": 0.1}),
+        *product(("zero1", "zero2"), ({"wire": "bfloat16", "wire_parameters": True}, None)),
+        ("ddp", {}),
+    ],
 )
-def test_between_steps_that_sum_behind_computing_all_is_as_in_one_process(memory: Any, ways: tuple[str, ...]) -> None:
-    same_as_in_one_process("ddp", {**memory, "bucket_mb": FINE}, ways)
-
-
-@pytest.mark.parametrize("settings", [{}, {"clip": 0.1}, {"wire": "bfloat16", "wire_parameters": True}, None])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_the_first_parameters_travel_while_the_others_are_updated(
     strategy: str, settings: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,7 +387,7 @@ def test_ranks_without_samples_send_the_parameters_that_others_wait_for(
     def run(comm: Any, **memory: Any) -> str:
         x, y = points(1)
         mine = (x, y) if comm.rank == 0 else (x[:0], y[:0])
-        with sharded(strategy, comm, mz.nn.MLP(6, (7, 5, 4), 3), micro_batch=1, timeout=20, **memory) as model:
+        with sharded(strategy, comm, mz.nn.MLP(6, (7, 5, 4), 3), micro_batch=1, timeout=60, **memory) as model:
             for _ in range(2):
                 model.train(*mine)
             model.predict(mine[0])
@@ -468,24 +449,26 @@ def looked(comm: Any, strategy: str, memory: dict[str, Any], ways: Sequence[str]
         return [*found, ("hash at the end", model.parameters_sha256())]
 
 
-def same_as_in_one_process(strategy: str, memory: dict[str, Any], ways: Sequence[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "memory", "ways"),
+    [
+        ("zero1", MEMORIES[1], LOOKS[::4]),
+        ("zero2", MEMORIES[1], LOOKS[1::4]),
+        ("zero1", MEMORIES[2], LOOKS[2::4]),
+        ("zero2", MEMORIES[2], LOOKS[3::4]),
+        ("ddp", {**MEMORIES[1], "bucket_mb": FINE}, ("predict", "gradients", "clone")),
+        ("ddp", {**MEMORIES[2], "bucket_mb": FINE}, ("evaluate", "apply", "integrity")),
+    ],
+)
+def test_every_use_sees_all_that_was_published_or_summed_behind_computing(
+    strategy: str, memory: dict[str, Any], ways: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication, "REGION", 1)  # as many as there are blocks
     expected = looked(None, strategy, {}, ways)
     for found in run_in_threads(4, lambda comm: looked(comm, strategy, memory, ways)):
         for (how, seen), (_, wanted) in zip(found, expected, strict=True):
             np.testing.assert_array_equal(seen, wanted, err_msg=how)
-
-
-@pytest.fixture
-def fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut what is published into as many regions as there are blocks."""
-    monkeypatch.setattr(publication, "REGION", 1)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fine")
-@pytest.mark.parametrize("place", range(4))
-def test_every_use_sees_all_that_was_published(place: int) -> None:
-    same_as_in_one_process(("zero1", "zero2")[place % 2], MEMORIES[1 + place // 2], LOOKS[place::4])
 
 
 DROPPED = """
