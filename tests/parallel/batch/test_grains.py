@@ -30,6 +30,7 @@ from tests.parallel.models import (
     tokens,
     vectors,
 )
+from tests.parallel.parallel_layouts import Case, Way, placed
 
 
 def test_a_coarse_rule_makes_at_least_four_grains_of_a_batch_that_has_so_many_samples() -> None:
@@ -231,10 +232,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_sample() -> 
 @pytest.mark.slow
 def test_minimizers_claim_terms_with_the_bits_of_one_process() -> None:
     def run(comm: Any, **settings: Any) -> tuple[float, str]:
-        with (
-            mz.ShardingConfig(comm=comm, micro_batch=1, **settings) as config,
-            mz.ZeRO1Model(hard_function(), config) as model,
-        ):
+        with sharded("zero1", comm, hard_function(), micro_batch=1, **settings) as model:
             return mz.minimize(model, vectors(16), options={"maxiter": 12}).fun, model.parameters_sha256()
 
     same_when_claimed(run)
@@ -242,11 +240,7 @@ def test_minimizers_claim_terms_with_the_bits_of_one_process() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "memory", "reason"),
-    [
-        ("zero2", {}, "only DDP and ZeRO-1"),
-        ("zero3", {}, "only DDP and ZeRO-1"),
-        ("zero1", PRIVATE, "no two ranks share memory"),
-    ],
+    [("zero2", {}, "only DDP and ZeRO-1"), ("zero1", PRIVATE, "no two ranks share memory")],
 )
 def test_where_grains_cannot_be_claimed_rank_0_says_so(strategy: str, memory: Any, reason: str, capfd: Any) -> None:
     found = run_in_threads(2, lambda comm: trained(comm, "blocks", strategy, **DYNAMIC, **memory))
@@ -278,8 +272,7 @@ def test_equal_samples_of_two_replicas_are_told_in_the_first_step(case: str, cap
     x, y = points(8)
 
     def steps(comm: Any) -> None:
-        config = mz.ShardingConfig(comm=comm, micro_batch=2)
-        with mz.HybridShardedModel(mlp(), config, optimizer=mz.SGD(0.1), pipeline_parallel_size=stages) as model:
+        with placed(Case(mlp), comm, Way(stages)) as model:
             for _ in range(2):
                 model.train(x[cut(comm)], y[cut(comm)])
 

@@ -14,6 +14,7 @@ from mpizero.errors import CheckpointError, LayoutError, RemoteError
 from mpizero.sharding import saved_attributes
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, gpt, part, points, sharded, tokens
+from tests.parallel.parallel_layouts import Case, Way, placed
 
 
 def trained_gpt() -> Any:
@@ -172,21 +173,19 @@ IN_USE = ("zero3", PRIVATE), ("ddp", {}), ("zero1", PRIVATE), ("hybrid", {})
 
 
 def in_use(comm: Any, kind: str, memory: dict[str, Any]) -> Any:
-    """A model that has made a step, its optimizer, and how it makes one more."""
-    if kind == "hybrid":
-        config = mz.ShardingConfig(comm=comm, minimum_parameter_group_size=1)
-        model = mz.HybridShardedModel(gpt(layers=1), config, tensor_parallel_size=2)
-        optimizer = mz.HybridShardedOptimizer(mz.AdamW(lr=1e-2), config)
-        optimizer.set_model(model)
-    else:
-        model = sharded(kind, comm, gpt(layers=1), mz.AdamW(lr=1e-2), **memory)
-        optimizer = model.optimizer
+    """A model that has made a step, and how it makes one more."""
+    network = gpt(layers=1)
+    model = (
+        placed(Case(lambda: network), comm, Way(tensor=2))
+        if kind == "hybrid"
+        else sharded(kind, comm, network, **memory)
+    )
 
     def step() -> None:
         model.train(*part(model.batch_group, *tokens(4)))
 
     step()
-    return model, optimizer, step
+    return model, step
 
 
 @pytest.mark.parametrize(("kind", "memory"), IN_USE)
@@ -194,7 +193,7 @@ def test_a_small_model_in_use_is_as_before_whichever_reading_fails(kind: str, me
     """It is read once, aside, and verified there: no second reading can fail."""
 
     def run(comm: Any) -> None:
-        model, _, step = in_use(comm, kind, memory)
+        model, step = in_use(comm, kind, memory)
         with model:
             good = model.serialize()
             step()
@@ -220,7 +219,7 @@ def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
     monkeypatch.setattr(saved_attributes, "VERIFIED_AT_ONCE", 2000)
 
     def run(comm: Any) -> None:
-        model, optimizer, step = in_use(comm, kind, memory)
+        model, step = in_use(comm, kind, memory)
         with model, checkpoint.from_bytes(model.serialize()) as reader:
             good, whole = model.serialize(), Failing(comm, reader, 0)
             step()
@@ -243,11 +242,11 @@ def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
                     lambda: model.predict(tokens(1)[0]),
                     lambda: model.save_model("nowhere"),
                     model.clone,
-                    lambda: optimizer.step_count,
+                    lambda: model.optimizer.step_count,
                 ):
                     with pytest.raises(CheckpointError, match="partially loaded: .*Input/output error.*load_model"):
                         use()
-            optimizer.deserialize(good)
+            model.optimizer.deserialize(good)
             with pytest.raises(CheckpointError, match="partially loaded: parameters/"):
                 step()
             model.deserialize(good)
@@ -260,7 +259,7 @@ def test_a_model_that_is_half_loaded_refuses_to_be_used_until_it_is_whole(
 
 def test_parameters_alone_do_not_make_a_half_loaded_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_attributes, "VERIFIED_AT_ONCE", 2000)
-    model, _, step = in_use(None, "zero1", {})
+    model, step = in_use(None, "zero1", {})
     with model, mz.DDPModel(model.wrapped_model, mz.ShardingConfig()) as bare:
         good = model.serialize()
         with checkpoint.from_bytes(good) as reader:

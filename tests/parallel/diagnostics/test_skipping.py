@@ -63,10 +63,8 @@ def test_an_overflow_halves_the_loss_scale_and_changes_nothing_else() -> None:
     def run(comm: Any, strategy: str, memory: dict[str, Any]) -> None:
         x, y = points(2 * comm.size)
         x = 2.0**30 * x  # gradients near 2**30: they overflow float32 at a scale of 2**100, not at 2**90
-        config = mz.ShardingConfig(comm=comm, micro_batch=1, **memory)
-        with config, mz.distribute(mlp(), mz.SGD(lr=1e-12), strategy=strategy, config=config) as model:
-            optimizer = mz.ShardedOptimizer(mz.AdamW(lr=1e-3), config, loss_scale=policy)
-            optimizer.set_model(model)
+        with sharded(strategy, comm, mlp(), mz.AdamW(lr=1e-3), micro_batch=1, **memory) as model:
+            model._engine.bind(model.optimizer.wrapped_optimizer, policy)
             before, scale = state_of(model), 100
             model.train(*part(comm, x, y))
             while model.last_step.skipped is not None:

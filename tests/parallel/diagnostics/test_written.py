@@ -17,7 +17,7 @@ from mpizero.sharding.integrity import WriteCheck
 from mpizero.testing import run_in_threads
 from mpizero.types import ParameterSpec
 from tests.parallel.models import MEMORIES, PRIVATE, STRATEGIES, gpt, mlp, part, points, sharded, tokens
-from tests.parallel.parallel_layouts import Blocks, Chain
+from tests.parallel.parallel_layouts import Blocks, Case, Chain, Way, placed
 from tests.parallel.writes import (
     add,
     bind_a_wrong_name,
@@ -158,30 +158,19 @@ def test_only_the_first_step_is_looked_at_unless_every_step_is_asked_for(monkeyp
         assert found == expected
 
 
-#: Layouts of four ranks: axes, and what else is asked for.
-SPREADS: tuple[dict[str, Any], ...] = (
-    {"pipeline_parallel_size": 2},
-    {"pipeline_parallel_size": 2, "zero_stage": 3, "schedule": "zero_bubble"},
-    {"tensor_parallel_size": 2, "zero_stage": 2},
-    {"context_parallel_size": 2, "zero_stage": 3},
-    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+@pytest.mark.parametrize(
+    "way",
+    [Way(2), Way(2, zero=3, schedule="zero_bubble"), Way(tensor=2, zero=2), Way(context=2, zero=3), Way(2, 2)],
+    ids=str,
 )
-
-
-@pytest.mark.parametrize("spread", SPREADS, ids=lambda spread: ",".join(f"{k}={v}" for k, v in spread.items()))
-def test_our_own_layers_write_all_of_their_gradients_in_every_step(
-    spread: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_layers_write_all_of_their_gradients_in_every_step(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused rows of tables, tied tables, attention, norms, and layers of which a rank has a part."""
     monkeypatch.setattr(guard.current(), "debug", frozenset({"gradients"}))
-    x, y = tokens(8)
 
     def run(comm: Any) -> None:
-        config = mz.ShardingConfig(comm=comm, micro_batch=1)
-        with config, mz.HybridShardedModel(gpt(), config, **spread) as model:
+        with placed(Case(gpt), comm, way, micro_batch=1) as model:
             for _ in range(2):
-                group = model.batch_group
-                model.train(*part(group, x, y))
+                model.train(*part(model.batch_group, *tokens(8)))
                 assert model.last_step.skipped is None
 
     run_in_threads(4, run)
@@ -194,8 +183,7 @@ def test_in_a_pipeline_it_is_named_on_all_ranks(schedule: str, at: str) -> None:
     wrong = model_of(*((bad, good) if at == "first" else (good, bad)))
 
     def run(comm: Any) -> str:
-        config = mz.ShardingConfig(comm=comm, micro_batch=1)
-        with config, mz.PipelineParallelModel(wrong, config, 2, schedule=schedule) as model:
+        with placed(Case(lambda: wrong), comm, Way(2, schedule=schedule), micro_batch=1) as model:
             with pytest.raises((LayoutError, RemoteError), match="Scale: the backward pass has not written") as caught:
                 model.train(*part(model.batch_group, *points(4)))
             return type(caught.value).__name__

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import mpizero as mz
 from mpizero.testing import run_in_threads
 from tests.parallel.models import part
-from tests.parallel.parallel_layouts import Chain
+from tests.parallel.parallel_layouts import ONE, Case, Chain, Way, placed
 
 nn = mz.nn
 #: Each loss, and how many numbers are predicted for 4 targets.
@@ -48,35 +50,25 @@ def network(name):
     return nn.MLP(5, (6,), outputs, dtype="f4", loss=loss)
 
 
-def trained(comm, strategy, **layout):
+def trained(comm, way):
     """Train each loss three steps; return a hash of all parameters, and what evaluations find."""
     found = {}
-    with mz.ShardingConfig(comm=comm, micro_batch=2) as config:
-        for name in LOSSES:
-            x, y = BATCHES[name]
-            optimizer = mz.AdamW(lr=1e-2)
-            if layout:
-                model = mz.HybridShardedModel(network(name), config, **layout, optimizer=optimizer)
-            else:
-                model = mz.distribute(network(name), optimizer, strategy=strategy, config=config)
-            with model:
-                here, _ = part(model.batch_group, np.arange(11), np.arange(11))
-                own = x[here], {key: array[here] for key, array in y.items()}
-                losses = [model.train(*own) for _ in range(3)]
-                again = model.evaluate(*own)
-                other = model.evaluate(*own, loss=nn.MeanSquaredError()).loss if name == "huber" else 0.0
-                found[name] = model.parameters_sha256(), losses, tuple(again), again.accuracy, other
+    for name, (x, y) in BATCHES.items():
+        with placed(Case(partial(network, name)), comm, way) as model:
+            here, _ = part(model.batch_group, np.arange(11), np.arange(11))
+            own = x[here], {key: array[here] for key, array in y.items()}
+            losses = [model.train(*own) for _ in range(3)]
+            again = model.evaluate(*own)
+            other = model.evaluate(*own, loss=nn.MeanSquaredError()).loss if name == "huber" else 0.0
+            found[name] = model.parameters_sha256(), losses, tuple(again), again.accuracy, other
     return found
-
-
-LAYOUTS = {2: ("zero2", {}), 3: ("zero3", {}), 4: ("", {"pipeline_parallel_size": 2, "zero_stage": 2})}
 
 
 @pytest.mark.slow
 def test_one_hash_for_each_loss_on_any_number_of_ranks():
-    alone = trained("self", "ddp")
-    for ranks, (strategy, layout) in LAYOUTS.items():
-        assert run_in_threads(ranks, lambda comm, s=strategy, k=layout: trained(comm, s, **k))[0] == alone, ranks
+    alone = trained("self", Way(zero=0))
+    for ranks, way in ((2, Way(zero=2)), (3, Way(zero=3)), (4, Way(2, zero=2))):
+        assert run_in_threads(ranks, partial(trained, way=way))[0] == alone, ranks
     for name, (_, losses, (loss_sum, weight, correct), accuracy, other) in alone.items():
         assert losses[2] < losses[0], name
         counted = BATCHES[name][1]["weight"] * (MASK if BATCHES[name][1]["weight"].ndim > 1 else MASK.any(axis=1))
@@ -91,25 +83,20 @@ def test_one_hash_for_each_loss_on_any_number_of_ranks():
 
 @pytest.mark.slow
 def test_losses_see_whole_predictions_where_the_last_layer_is_split():
+    gpt = nn.GPT(dim=8, layers=1, heads=2, sequence=4, vocabulary=30)
+    cases = [(network(name), *BATCHES[name]) for name in LOSSES]
+    cases.append((gpt, IDS, {"target": IDS, "weight": ELEMENTS, "mask": MASK}))
+
     def evaluated(comm, tensor):
-        found = {}
-        with mz.ShardingConfig(comm=comm, micro_batch=4) as config:
-            for name in LOSSES:
-                x, y = BATCHES[name]
-                with mz.HybridShardedModel(
-                    network(name), config, tensor_parallel_size=tensor, optimizer=mz.SGD(lr=0.1)
-                ) as model:
-                    losses = [model.train(x, y) for _ in range(2)]
-                    found[name] = *losses, model.evaluate(x, y).correct or 0
-            ids, gpt = IDS, nn.GPT(dim=8, layers=1, heads=2, sequence=4, vocabulary=30)
-            with mz.HybridShardedModel(gpt, config, tensor_parallel_size=tensor) as model:
-                y = {"target": ids, "weight": ELEMENTS, "mask": MASK}
-                found["GPT"] = *(model.train(ids, y) for _ in range(2)), model.evaluate(ids, y).correct
+        found = []
+        for model, x, y in cases:
+            case = Case(lambda m=model: m, lambda: mz.SGD(lr=0.1))
+            with placed(case, comm, Way(tensor=tensor), micro_batch=4) as sharded:
+                found += [sharded.train(x, y), sharded.train(x, y), sharded.evaluate(x, y).correct or 0]
         return found
 
     alone, split = evaluated("self", 1), run_in_threads(2, lambda comm: evaluated(comm, 2))
-    for name, values in alone.items():
-        assert split[0][name] == split[1][name] == pytest.approx(values, rel=1e-5), name
+    assert split[0] == split[1] == pytest.approx(alone, rel=1e-5)
 
 
 def test_element_losses_add_up_over_parts_of_sequences():
@@ -119,13 +106,12 @@ def test_element_losses_add_up_over_parts_of_sequences():
 
     def found(comm, context):
         result = []
-        with mz.ShardingConfig(comm=comm) as config:
-            for loss in (nn.L1Loss(), nn.BCEWithLogitsLoss()):
-                own = Chain({"b": nn.TransformerBlock(4, 2), "out": nn.Linear(4, 4)}, loss, np.dtype("f8"))
-                with mz.HybridShardedModel(own, config, context_parallel_size=context) as sharded:
-                    for other in (None, nn.MeanSquaredError()):
-                        gradients = sharded.compute_gradients(x, y, loss=other, gather=True)
-                        result += [gradients.loss, *gradients.values]
+        for loss in (nn.L1Loss(), nn.BCEWithLogitsLoss()):
+            own = Chain({"b": nn.TransformerBlock(4, 2), "out": nn.Linear(4, 4)}, loss, np.dtype("f8"))
+            with placed(Case(lambda model=own: model), comm, Way(context=context)) as sharded:
+                for other in (None, nn.MeanSquaredError()):
+                    gradients = sharded.compute_gradients(x, y, loss=other, gather=True)
+                    result += [gradients.loss, *gradients.values]
         return result
 
     alone = found("self", 1)
@@ -149,14 +135,13 @@ class Twice:
 
 @pytest.mark.slow
 def test_a_loss_of_the_users_own_takes_whole_predictions_however_the_last_block_is_split():
-    def loss_of(comm, pipeline=1, tensor=1):
-        model = nn.GPT(dim=8, layers=2, heads=4, sequence=4, vocabulary=30, dtype="float64")
-        config = mz.ShardingConfig(comm=comm, micro_batch=1)
-        with config, mz.HybridShardedModel(model, config, pipeline, tensor, zero_stage=0) as sharded:
+    case = Case(lambda: nn.GPT(dim=8, layers=2, heads=4, sequence=4, vocabulary=30, dtype="float64"))
+
+    def loss_of(comm, way=ONE):
+        with placed(case, comm, way, micro_batch=1) as sharded:
             ids = IDS[: 2 * (sharded.batch_group.rank == 0)]
             return sharded.compute_gradients(ids, ids, loss=Twice()).loss
 
     expected = loss_of("self")
-    for size, pipeline, tensor in ((2, 1, 2), (4, 2, 2), (4, 1, 4)):
-        found = run_in_threads(size, lambda comm, p=pipeline, t=tensor: loss_of(comm, p, t))
-        assert found == pytest.approx([expected] * size, rel=1e-12), (pipeline, tensor)
+    for size, way in ((2, Way(tensor=2)), (4, Way(2, 2)), (4, Way(tensor=4))):
+        assert run_in_threads(size, partial(loss_of, way=way)) == pytest.approx([expected] * size, rel=1e-12), way

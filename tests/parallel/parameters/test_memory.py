@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mpizero.sharding import exactness, params
 from mpizero.sharding.params import PAGE, Memory
 from mpizero.testing import run_in_threads
 from tests.parallel.models import PRIVATE, STRATEGIES, gpt, hard_function, mlp, part, sharded, tokens, vectors
+from tests.parallel.parallel_layouts import Case, Way, placed
 from tests.traced import traced_peak
 
 
@@ -42,8 +44,7 @@ def measured(comm: Any, strategy: str, **settings: Any) -> tuple[dict[str, int],
         return memory.kinds(), memory.peak_bytes, memory.kinds().get("exchange buffers", 0)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "ranks"), [*zip(STRATEGIES, (2, 4, 3, 4), strict=True)])
 def test_private_memory_follows_the_papers_formulas(strategy: str, ranks: int) -> None:
     # A unit of gradients is sent while the next is computed; with ZeRO-3 a unit of parameters is used, and one comes.
     n, units = ranks, {"zero2": 2, "zero3": 4}.get(strategy, 0)
@@ -131,27 +132,24 @@ def test_setting_the_parameters_of_a_split_model_takes_no_copy_of_its_shard() ->
         with mz.ShardingConfig(comm=comm) as config, mz.TensorParallelModel(wide(), config) as model:
             values = model.get_parameters()
             comm.barrier()
+            fill, shard = partial(model._engine.global_view.fill, values), model.local_parameter_shard.nbytes
             if comm.rank:
-                for _ in range(2):
-                    model._engine.global_view.fill(values)
+                fill()
+                fill()
             else:
-                assert (
-                    traced_peak(lambda: model._engine.global_view.fill(values), tries=2)
-                    < model.local_parameter_shard.nbytes
-                )
+                assert traced_peak(fill, tries=2) < shard
 
     run_in_threads(2, run)
 
 
 def trained(comm: Any, strategy: str, samples: int = 6, **settings: Any) -> tuple[str, int]:
     """The hash after two steps, and how many ranks share memory."""
-    config = mz.ShardingConfig(comm=comm, micro_batch=1, **settings)
-    with config, mz.distribute(gpt(), mz.AdamW(lr=1e-2), strategy=strategy, config=config) as placed:
+    with sharded(strategy, comm, gpt(), micro_batch=1, **settings) as model:
         for _ in range(2):
-            placed.train(*part(comm, *tokens(samples)))
-        told = placed.metadata()
-        assert told.bytes_on_rank == placed._engine.memory.kinds()
-        return placed.parameters_sha256(), told.ranks_per_node
+            model.train(*part(comm, *tokens(samples)))
+        told = model.metadata()
+        assert told.bytes_on_rank == model._engine.memory.kinds()
+        return model.parameters_sha256(), told.ranks_per_node
 
 
 def limit_windows(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
@@ -183,15 +181,13 @@ ROW = 4 * sum(spec.size for block in gpt().blocks.values() for spec in block.spe
 def test_where_shared_memory_is_short_all_ranks_keep_their_own_copies_and_the_bits_are_the_same(
     strategy: str, samples: int, per_node: int | None, limit: int | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def run() -> list[tuple[str, int]]:
-        return run_in_threads(4, lambda comm: trained(comm, strategy, samples, ranks_per_node=per_node))
-
-    shared = run()
+    run = partial(trained, strategy=strategy, samples=samples, ranks_per_node=per_node)
+    shared = run_in_threads(4, run)
     if limit is None:
         monkeypatch.setattr(mz.InMemoryCommunicator, "shared_space", lambda self: 1000 if self.rank == 2 else None)
     else:
         limit_windows(monkeypatch, limit)
-    private = run()
+    private = run_in_threads(4, run)
     assert {ranks for _, ranks in shared} == {per_node or 4}
     assert {(digest, 1) for digest, _ in shared} == set(private)
     assert capsys.readouterr().err.count("every rank keeps its own copy") == 1
@@ -250,16 +246,13 @@ def test_what_is_reserved_before_a_checkpoint_is_loaded_falls_back_and_keeps_the
 
 def on_uneven_nodes(comm: Any) -> tuple[float, int]:
     """Train two stages of two replicas on nodes of 3 and 1 ranks: only the first has both of its replicas on a node."""
-    with (
-        mz.ShardingConfig(comm=comm, micro_batch=1, ranks_per_node=3) as config,
-        mz.HybridShardedModel(gpt(), config, pipeline_parallel_size=2, zero_stage=3) as model,
-    ):
+    with placed(Case(gpt), comm, Way(2, zero=3), micro_batch=1, ranks_per_node=3) as model:
         return model.train(*part(model.batch_group, *tokens(4))), model.metadata().ranks_per_node
 
 
 def test_data_groups_may_lie_on_nodes_in_different_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some take shared memory, others none, and where it is short all of them keep their own copies."""
-    with mz.ShardingConfig(micro_batch=1) as config, mz.DDPModel(gpt(), config) as model:
+    with sharded("ddp", None, gpt(), micro_batch=1) as model:
         alone = model.train(*tokens(4))
     assert run_in_threads(4, on_uneven_nodes) == [(alone, 2), (alone, 2), (alone, 1), (alone, 1)]
     limit_windows(monkeypatch, 1)
@@ -273,7 +266,7 @@ def test_a_model_that_finds_no_room_for_copies_of_its_own_either_is_closed(monke
         raise OutOfMemoryError("no memory for parameters")
 
     def run(comm: Any) -> None:
-        with mz.ShardingConfig(comm=comm, micro_batch=1) as config, mz.DDPModel(gpt(), config) as model:
+        with sharded("ddp", comm, gpt(), micro_batch=1) as model:
             comm.barrier()
             if comm.rank == 0:
                 limit_windows(monkeypatch, ROW)
