@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,9 +14,9 @@ from mpizero.errors import LayoutError, RemoteError
 from mpizero.nn import Layer
 from mpizero.sharding.pipeline import measure_blocks
 from mpizero.testing import check_model, run_in_threads
-from mpizero.types import EVALUATE, ParameterSpec
-from tests.parallel.block_trees import WIDTH, Both, Halve, OfSides, Same, Sides, ends_in_a_tree, trees
-from tests.parallel.models import MEMORIES, PRIVATE, part, sharded
+from mpizero.types import EVALUATE
+from tests.parallel.block_trees import Both, Halve, OfSides, Same, Sides, ends_in_a_tree, trees
+from tests.parallel.models import MEMORIES, PRIVATE, part
 from tests.parallel.parallel_layouts import Case, Way, pipelines, placed, trained, trained_alone, vectors
 
 CASES = {
@@ -130,36 +130,3 @@ def test_what_cannot_be_sent_or_differs_is_named_on_all_ranks(block: str, layer:
             model.train(*vectors(1, 4)[0])
 
     run_in_threads(2, go)
-
-
-@dataclass(frozen=True)
-class Shifted(Layer):
-    """Add a row to every sample of a micro-batch; the gradient of the input is the memory of the row's gradient."""
-
-    copies: bool
-
-    def own_specs(self) -> Any:
-        return (ParameterSpec("rows", (2, WIDTH)),)
-
-    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
-        return (x[0] + params["rows"][: len(x[0])], *x[1:]), None
-
-    def backward_input(self, params: Any, cache: Any, dy: Any) -> Any:
-        raise NotImplementedError
-
-    def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
-        grads["rows"][...] = 0
-        grads["rows"][: len(dy[0])] = dy[0]
-        found = grads["rows"][: len(dy[0])]
-        return (found.copy() if self.copies else found, *dy[1:])
-
-
-def test_gradients_that_are_views_of_gradients_are_copied_in_trees_too() -> None:
-    def sha(copies: bool, strategy: str) -> str:
-        blocks = trees().blocks | {"same": Shifted(copies), "again": Shifted(copies)}
-        with sharded(strategy, None, replace(trees(), blocks=blocks), mz.SGD(lr=0.1), micro_batch=2) as model:
-            for batch in CASES["trees"].batches:
-                model.train(*batch)
-            return str(model.parameters_sha256())
-
-    assert len({sha(copies, strategy) for copies in (True, False) for strategy in ("ddp", "zero3")}) == 1

@@ -11,8 +11,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import part
-from tests.parallel.parallel_layouts import Case, Way, placed, trained, trained_alone
+from tests.parallel.parallel_layouts import Case, Way, trained, trained_alone
 
 
 def net(**settings: Any) -> mz.nn.UNet:
@@ -48,7 +47,11 @@ def test_activations_that_are_computed_again_change_no_bit() -> None:
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [
-        *[(ranks, Way(zero=zero)) for ranks in (1, 2, 3) for zero in range(4)],
+        (1, Way(zero=3)),
+        (2, Way(zero=0)),
+        (2, Way(zero=3)),
+        (3, Way(zero=1)),
+        (3, Way(zero=2)),
         (2, Way(2)),
         (4, Way(2, zero=2)),
         (3, Way(3, zero=0, schedule="gpipe")),
@@ -57,28 +60,6 @@ def test_activations_that_are_computed_again_change_no_bit() -> None:
 def test_every_strategy_and_stage_has_the_bits_of_one_process(ranks: int, way: Way) -> None:
     name = list(CASES)[(ranks + way.zero) % 2]
     assert run_in_threads(ranks, lambda comm: trained(CASES[name], comm, way)) == [alone(name)] * ranks
-
-
-def test_averages_checkpoints_and_predictions_are_those_of_one_process(tmp_path: Any) -> None:
-    case, x = CASES["clip, ema"], fields(1, 4)[0][0]
-
-    def saved(comm: Any) -> Any:
-        with placed(case, comm, Way(2, zero=3)) as model:
-            for batch in case.batches:
-                model.train(*part(model.batch_group, *batch))
-            model.save_model(str(tmp_path / "saved"))
-            return model.parameters_sha256(), model.predict(x, ema=True)
-
-    def loaded(comm: Any) -> Any:
-        with placed(case, comm) as model:
-            model.load_model(str(tmp_path / "saved"))
-            return model.parameters_sha256(), model.predict(x, ema=True)
-
-    (sha256, prediction), *others = run_in_threads(2, saved)
-    assert sha256 == alone("clip, ema").sha256
-    for other_sha256, other in (*others, *run_in_threads(3, loaded)):
-        assert other_sha256 == sha256
-        np.testing.assert_array_equal(other, prediction)
 
 
 @pytest.mark.parametrize(("axis", "why"), [("tensor", "nothing to split over 2 ranks"), ("context", "block 'down.0'")])

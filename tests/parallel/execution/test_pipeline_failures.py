@@ -31,6 +31,7 @@ from tests.parallel.parallel_layouts import (
     placed,
     points,
     texts,
+    trained_alone,
     vectors,
     with_traps,
 )
@@ -78,10 +79,7 @@ def fails_and_goes_on(comm: Any, way: Way, warm: bool, expected: str) -> None:
 
 
 def expected_bits() -> str:
-    with alone(Case(mlp, batches=BATCHES)) as model:
-        for x, y in BATCHES:
-            model.train(x, y)
-        return str(model.parameters_sha256())
+    return trained_alone(Case(mlp, batches=BATCHES)).sha256
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import mpizero as mz
 from mpizero.kernels import matmul, recording
 from mpizero.nn import recorded
 from mpizero.testing import run_in_threads
+from tests.parallel.covering import covering
+from tests.parallel.parallel_layouts import Chain
 
 rng = np.random.default_rng(5)
 STEPS = 10
@@ -185,16 +187,7 @@ class HalfRecorded(mz.nn.Tanh):
 
 
 def half_recorded(where):
-    layers = {"in": mz.nn.Linear(3, 4), "half": HalfRecorded(where), "out": mz.nn.Linear(4, 3)}
-    return Blocks(layers)
-
-
-@dataclass
-class Blocks:
-    blocks: dict
-    loss: object = mz.nn.MeanSquaredError()
-    dtype: object = np.float32
-    seed: int = 0
+    return Chain({"in": mz.nn.Linear(3, 4), "half": HalfRecorded(where), "out": mz.nn.Linear(4, 3)})
 
 
 @pytest.mark.parametrize(
@@ -228,7 +221,7 @@ class Positive(mz.nn.ReLU):
 def test_an_error_that_only_a_trial_raises_is_not_the_users(monkeypatch, where):
     monkeypatch.setattr(recorded, "KNOWN", recorded.KNOWN | {Positive})
     layers = {"first": mz.nn.ReLU(), "positive": Positive(where), "out": mz.nn.Linear(3, 3)}
-    how = both(monkeypatch, lambda c: train(c, Blocks(layers), NUMBERS / 20))[0][2]
+    how = both(monkeypatch, lambda c: train(c, Chain(layers), NUMBERS / 20))[0][2]
     assert how["positive"] == "called: a trial of Positive raises ValueError"
     assert how["first"] == how["out"] == "repeated"
 
@@ -267,15 +260,20 @@ def test_what_a_users_layer_keeps_is_not_overwritten(monkeypatch):
     def task(comm):
         kept.append([])
         layers = {"in": mz.nn.Linear(3, 4), "keeping": Keeping(kept[-1]), "out": mz.nn.Linear(4, 3)}
-        return train(comm, Blocks(layers), NUMBERS)
+        return train(comm, Chain(layers), NUMBERS)
 
     assert both(monkeypatch, task)[0][2]["in"] == "repeated"
     assert [array.tobytes() for array in kept[0]] == [array.tobytes() for array in kept[1]]
 
 
-@pytest.mark.parametrize("copies", [{"ema": 0.9}, {"wire": "bfloat16", "wire_parameters": True}])
-@pytest.mark.parametrize("rate", [falling, lambda step: 0.01 * (step > 5)])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(
+    ("copies", "rate", "clip"),
+    covering(
+        [{"ema": 0.9}, {"wire": "bfloat16", "wire_parameters": True}],
+        [falling, lambda step: 0.01 * (step > 5)],
+        [None, 1.0],
+    ),
+)
 def test_copies_of_parameters_follow_repeated_updates_and_begin_anew_after_a_reset(monkeypatch, copies, rate, clip):
     def task(comm):
         states = []

@@ -12,7 +12,7 @@ import mpizero as mz
 from mpizero import nn
 from mpizero.testing import parallel_assert, run_in_threads
 
-SPACE, STEPS = (13, 10), 3
+SPACE, SAMPLES, STEPS = (13, 10), 3, 2
 
 
 def diffusion(u: Any, xx: Any, yy: Any) -> Any:
@@ -40,7 +40,7 @@ MODELS = {
 def trained(comm: Any, name: str, cut: tuple[int, ...] = (), strategy: str = "zero2", **mesh: Any) -> tuple[Any, ...]:
     """Train two steps; return the sha256 of the parameters, losses and evaluation, and this rank's prediction."""
     rng, net = np.random.default_rng(1), nn.Rollout(MODELS[name], STEPS, residual=name == "checkpointed")
-    x = rng.normal(size=(5, *net.sample_shape)).astype("f4")
+    x = rng.normal(size=(SAMPLES, *net.sample_shape)).astype("f4")
     y = rng.normal(size=(2, *x.shape[:-1], 2 * STEPS)).astype("f4")
     config = mz.Config(micro_batch=2, clip=0.5)
     with (
@@ -48,7 +48,7 @@ def trained(comm: Any, name: str, cut: tuple[int, ...] = (), strategy: str = "ze
         mz.distribute(net, mz.Adam(lr=0.01), strategy, mesh=ranks, config=config) as model,
     ):
         here = (slice(None), *(ranks.slab(SPACE) if cut else ()))
-        mine = here if cut else (slice(5 * ranks.rank // ranks.size, 5 * (ranks.rank + 1) // ranks.size),)
+        mine = here if cut else (slice(SAMPLES * ranks.rank // ranks.size, SAMPLES * (ranks.rank + 1) // ranks.size),)
         losses = tuple(model.train(x[mine], target[mine]) for target in y)
         evaluated = model.evaluate(x[mine], y[0][mine]).loss
         return model.parameters_sha256(), losses, evaluated, mine, model.predict(x[mine])
@@ -66,16 +66,24 @@ def require_the_same(parts: list[tuple[Any, ...]], expected: tuple[Any, ...]) ->
 
 
 @pytest.mark.parametrize(
-    ("cut", "strategy"), [((2, 1), "zero2"), ((1, 2), "zero3"), ((1, 3), "zero1"), ((2, 2), "ddp"), ((4, 1), "zero3")]
+    ("cut", "strategy", "names"),
+    [
+        ((2, 1), "zero2", ["fno", "unet"]),
+        ((1, 2), "zero3", ["fno", "checkpointed"]),
+        ((1, 3), "zero1", ["fno", "equation"]),
+        ((2, 2), "ddp", ["fno", "checkpointed", "equation"]),
+        ((4, 1), "zero3", ["fno", "unet"]),
+    ],
 )
-@pytest.mark.parametrize("name", ["fno", "unet", "checkpointed", "equation"])
-def test_on_every_cut_a_rollout_has_the_bits_of_one_process(name, cut, strategy):
-    ranks = int(np.prod(cut))
-    require_the_same(run_in_threads(ranks, lambda comm: trained(comm, name, cut, strategy)), alone(name))
+def test_on_every_cut_a_rollout_has_the_bits_of_one_process(cut, strategy, names):
+    for name in names:
+        parts = run_in_threads(int(np.prod(cut)), lambda comm, n=name: trained(comm, n, cut, strategy))
+        require_the_same(parts, alone(name))
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "zero3"), (3, "zero1"), (4, "zero2")])
-@pytest.mark.parametrize("name", ["mlp", "fno"])
+@pytest.mark.parametrize(
+    ("name", "ranks", "strategy"), [("mlp", 2, "zero3"), ("mlp", 4, "zero2"), ("fno", 2, "zero2"), ("fno", 3, "zero1")]
+)
 def test_on_data_ranks_a_rollout_has_the_bits_of_one_process(name, ranks, strategy):
     require_the_same(run_in_threads(ranks, lambda comm: trained(comm, name, (), strategy)), alone(name))
 
@@ -83,12 +91,11 @@ def test_on_data_ranks_a_rollout_has_the_bits_of_one_process(name, ranks, strate
 @pytest.mark.mpi
 def test_in_a_job_a_rollout_has_the_bits_of_one_process(world):
     cut = {1: (1, 1), 2: (1, 2), 3: (3, 1), 4: (2, 2), 8: (4, 2)}[world.size]
-    for name in ("fno", "equation"):
+    for name, strategy, shared in (("fno", "zero3", True), ("equation", "zero1", False)):
         expected = world.broadcast_object(trained("self", name, strategy="ddp")[:3] if world.rank == 0 else None)
         with world.split(0) as comm:
-            parallel_assert(world, trained(comm, name, cut, "zero3")[:3] == expected, "shared memory")
-            private = trained(comm, name, cut, "zero1", share_node_memory=False)
-            parallel_assert(world, private[:3] == expected, "private memory")
+            found = trained(comm, name, cut, strategy, share_node_memory=shared)[:3]
+            parallel_assert(world, found == expected, f"{name}, shared memory {shared}")
 
 
 def test_a_checkpoint_of_one_step_goes_on_as_a_rollout(tmp_path):
