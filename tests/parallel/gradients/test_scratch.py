@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -156,8 +157,15 @@ def test_what_is_looked_at_is_the_gradient_of_one_micro_batch() -> None:
             np.testing.assert_array_equal(views[name], values[name])
 
 
+@dataclass(frozen=True)
 class Shift:
-    """A user's own block, which adds ``p``; with one sample it returns its gradient itself, not a copy of it."""
+    """A user's own block, which adds ``p``, from an array to a tuple or back.
+
+    With one sample it returns its gradient itself, or a copy of it.
+    """
+
+    to_array: bool
+    copies: bool
 
     def specs(self) -> tuple[ParameterSpec, ...]:
         return (ParameterSpec("p", (1, 7), Init("zeros")),)
@@ -166,25 +174,28 @@ class Shift:
         return {}
 
     def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
-        return x + params["p"], None
+        return (x[0] + params["p"] if self.to_array else (x + params["p"],)), None
 
     def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
+        (dy,) = (dy,) if self.to_array else dy
         grads["p"][...] = dy.sum(0, keepdims=True)
-        return grads["p"] if len(dy) == 1 else dy
+        dx = dy if len(dy) > 1 else grads["p"].copy() if self.copies else grads["p"]
+        return (dx,) if self.to_array else dx
 
 
 @pytest.mark.parametrize("first", [1, 16])
-def test_a_block_may_return_views_of_its_gradients(first: int) -> None:
-    def trained(comm: Any, strategy: str) -> str:
-        blocks = {"in": mz.nn.Linear(6, 7), "a": Shift(), "b": Shift(), "out": mz.nn.Linear(7, 1)}
+def test_a_block_may_return_views_of_its_gradients_also_in_trees(first: int) -> None:
+    def trained(comm: Any, strategy: str, copies: bool = False) -> str:
+        shifts = {"a": Shift(False, copies), "b": Shift(True, copies)}
+        blocks = {"in": mz.nn.Linear(6, 7), **shifts, "out": mz.nn.Linear(7, 1)}
         with sharded(strategy, comm, Chain(blocks), mz.SGD(lr=0.1), micro_batch=1) as model:
             for samples in (first, 16):
                 x, _ = points_of(samples)
                 model.train(*part(comm, x, x[:, :1] ** 2))
             return str(model.parameters_sha256())
 
-    expected = trained(None, "zero3")
-    assert trained(None, "ddp") == expected
+    expected = trained(None, "ddp", copies=True)
+    assert trained(None, "ddp") == trained(None, "zero3") == expected
     assert set(run_in_threads(3, lambda comm: trained(comm, "zero1"))) == {expected}
 
 
@@ -198,7 +209,6 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_block_may_have_an_empty_name(strategy: str) -> None:
-    alone = Chain({"": mz.nn.Linear(4, 2)}, dtype=np.dtype("float64"))
-    with mz.distribute(alone, mz.SGD(lr=0.1), strategy=strategy, mesh=mz.Mesh("self")) as model:
-        losses = [model.train(np.eye(4), np.ones((4, 2))) for _ in range(5)]
+    with sharded(strategy, None, Chain({"": mz.nn.Linear(4, 2)}), mz.SGD(lr=0.1)) as model:
+        losses = [model.train(np.eye(4, dtype="f4"), np.ones((4, 2), "f4")) for _ in range(5)]
     assert losses[-1] < losses[0]

@@ -12,7 +12,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, LayoutError, MpizeroError, NonFiniteError
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES, STRATEGIES, mlp, points
+from tests.parallel.models import MEMORIES, STRATEGIES, mlp, points, sharded
 
 METHODS = ("l-bfgs", "cg", "newton-cg")
 
@@ -147,10 +147,11 @@ def minimized(comm, model, data=None, strategy="zero1", then=lambda placed, foun
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_iterates_have_the_bits_of_one_process_on_every_layout(name):
-    """With every strategy, on numbers of ranks and with kinds of memory in turn."""
+    """With two strategies each, on numbers of ranks and with kinds of memory in turn."""
     model, choice = problem(name, 2 if name == "regularized products" else 6)
     expected = minimized("self", model, **choice)[:2]
-    for turn, strategy in enumerate(STRATEGIES, list(PROBLEMS).index(name)):
+    number = list(PROBLEMS).index(name)
+    for turn, strategy in enumerate(STRATEGIES[number % 2 :: 2], 2 * number):
         ranks, memory = 2 + turn % 3, MEMORIES[turn // 3 % 3]
         found = run_in_threads(
             ranks, lambda comm, s=strategy, m=memory: minimized(comm, model, strategy=s, settings=m, **choice)[:2]
@@ -288,10 +289,7 @@ def test_state_that_is_returned_and_loaded_goes_on_with_the_same_bits():
     x, y = RNG_BATCH
 
     def train(steps, state=None, values=None):
-        with (
-            mz.ShardingConfig(comm="self", micro_batch=3) as config,
-            mz.ZeRO1Model(mlp(), config, optimizer=mz.LBFGS(history=2)) as model,
-        ):
+        with sharded("zero1", None, mlp(), mz.LBFGS(history=2), micro_batch=3) as model:
             if state is not None:
                 model.set_parameters(values)
                 model.optimizer.load_state_dict(state)
@@ -335,17 +333,13 @@ def test_a_trial_at_which_the_loss_is_not_finite_is_shortened():
         with np.errstate(invalid="ignore", divide="ignore"):
             return float((x - np.log(x)).sum() * 1e3), {"x": 1e3 * (1.0 - 1.0 / x)}, 1.0
 
+    settings = {"bad_steps": mz.BadSteps(warn=False, limit=20)}
     for method in METHODS:
         model = mz.FunctionModel({"x": np.array([1e-3, 30.0])}, barrier)
-        settings = {"bad_steps": mz.BadSteps(warn=False, limit=20)}
-        told, _, x, _ = minimized("self", model, method=method, options={"gtol": 1e-6}, settings=settings)
+        x = minimized("self", model, method=method, options={"gtol": 1e-6}, settings=settings)[2]
         np.testing.assert_allclose(x, 1.0, atol=1e-8)
-
-
-def test_start_values_without_a_loss_end_it():
-    model = mz.FunctionModel({"x": np.array([-1.0])}, lambda p, b: (float("nan"), {"x": p["x"] * 0.0}, 1.0))
-    with pytest.raises(NonFiniteError):
-        minimized("self", model, settings={"bad_steps": mz.BadSteps(warn=False)})
+    with pytest.raises(NonFiniteError):  # there is no step to shorten before the first one
+        minimized("self", mz.FunctionModel({"x": np.array([-1.0])}, barrier), settings=settings)
 
 
 def test_state_takes_twice_the_history_and_four_vectors():
@@ -354,8 +348,8 @@ def test_state_takes_twice_the_history_and_four_vectors():
 
     choice = {"method": mz.LBFGS(history=5), "options": {"maxiter": 1}}  # the history has its place from the start
     for size in (1, 2, 4):
-        for bytes_held in run_in_threads(
-            size, lambda comm: minimized(comm, mlp(), (RNG_BATCH[0], RNG_BATCH[1]), "zero2", held, **choice)[3]
+        for *_, bytes_held in run_in_threads(
+            size, lambda comm: minimized(comm, mlp(), RNG_BATCH, "zero2", held, **choice)
         ):
             assert bytes_held == pytest.approx((2 * 5 + 4) * 4 * 107 / size, abs=(2 * 5 + 4) * 4 * 7)
 
@@ -421,10 +415,7 @@ def test_data_may_be_trees_of_arrays_and_are_compared_by_their_paths() -> None:
 
     def run(comm: Any, data: Any) -> str:
         function = mz.FunctionModel({"w": np.zeros(6)}, loss_and_grad)
-        with (
-            mz.ShardingConfig(comm=comm, micro_batch=3) as config,
-            mz.ZeRO1Model(function, config, optimizer=mz.SGD(lr=1e-3)) as model,
-        ):
+        with sharded("zero1", comm, function, mz.SGD(lr=1e-3), micro_batch=3) as model:
             model.optimizer.optimize(data, mz.OptimizationOptions(epochs=1, batch_size=8, validation=0.0))
             mz.minimize(model, data, options={"maxiter": 3})
             return model.parameters_sha256()
@@ -490,8 +481,7 @@ def test_a_learned_diagonal_is_that_of_the_bfgs_update() -> None:
     for iterations in (2, 3):
         choice = {"options": options | {"maxiter": iterations, "gtol": 0.0}, "then": look}
         learned.append(minimized("self", model, (MATRIX, TARGETS), **choice)[3])
-    s, y = ([state[f"{kind}_difference_{i}"] for i in (0, 1)] for kind, state in
-            (("parameter", learned[1]), ("gradient", learned[1])))  # fmt: skip
+    s, y = ([learned[1][f"{kind}_difference_{i}"] for i in (0, 1)] for kind in ("parameter", "gradient"))
     b = 1.0 / SCALES
     b *= (y[0] @ (y[0] / b)) / (s[0] @ y[0])
     b = b + y[1] ** 2 / (s[1] @ y[1]) - (b * s[1]) ** 2 / (s[1] @ (b * s[1]))
@@ -515,33 +505,28 @@ def test_tikhonov_gives_the_solution_of_the_normal_equations() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["l-bfgs", "cg", "newton-cg", "gauss-newton"])
-def test_every_method_finds_the_same_minimum(method: str) -> None:
+def test_every_method_finds_the_same_minimum() -> None:
     terms = {"w": mz.TotalVariation(0.1, smoothing=0.1), "b": mz.Tikhonov(0.2)}
-    found = regularized("self", terms, method=method, options={"gtol": 1e-9})
-    other = regularized("self", terms, options={"gtol": 1e-9})
-    assert found[0][4]
-    np.testing.assert_allclose(found[2], other[2], atol=1e-7)
+    found = [regularized("self", terms, method=m, options={"gtol": 1e-9}) for m in (*METHODS, "gauss-newton")]
+    for told, _, x, _ in found:
+        assert told[4]
+        np.testing.assert_allclose(x, found[0][2], atol=1e-7)
 
 
 @pytest.mark.slow
 def test_stages_of_a_pipeline_count_each_term_once() -> None:
     x, y = points(12)
 
-    def run(comm: Any, **layout: Any) -> tuple[float, str]:
-        with mz.ShardingConfig(comm=comm, micro_batch=3) as config:
-            model = mlp(dtype="float64")
-            placed: Any = (
-                mz.HybridShardedModel(model, config, zero_stage=1, **layout) if layout else mz.ZeRO1Model(model, config)
-            )
-            with placed:
-                terms = {"*.weight": mz.Tikhonov(0.01)}
-                found = mz.minimize(placed, (x.astype("f8"), y), regularization=terms, options={"maxiter": 5})
-                return found.fun, placed.parameters_sha256()
+    def run(comm: Any, stages: int = 2) -> tuple[float, str]:
+        config = mz.ShardingConfig(comm=comm, micro_batch=3)
+        with config, mz.HybridShardedModel(mlp(dtype="float64"), config, stages, zero_stage=1) as placed:
+            terms = {"*.weight": mz.Tikhonov(0.01)}
+            found = mz.minimize(placed, (x.astype("f8"), y), regularization=terms, options={"maxiter": 5})
+            return found.fun, placed.parameters_sha256()
 
-    (expected,) = run_in_threads(1, run)
-    assert set(run_in_threads(2, lambda comm: run(comm, pipeline_parallel_size=2))) == {expected}
-    assert set(run_in_threads(4, lambda comm: run(comm, pipeline_parallel_size=2))) == {expected}
+    expected = run("self", 1)
+    for ranks in (2, 4):
+        assert set(run_in_threads(ranks, run)) == {expected}
 
 
 def test_each_term_is_computed_by_one_rank() -> None:
@@ -614,7 +599,7 @@ def test_a_split_parameter_is_refused() -> None:
     run_in_threads(2, run)
 
 
-@pytest.mark.parametrize("kind", ["int64", "float32", ">f8", "<f8"])
+@pytest.mark.parametrize("kind", ["int64", "float32", ">f8"])
 def test_a_term_may_return_its_gradient_in_any_type_of_numbers(kind: str) -> None:
     """As numpy.sign of whole numbers does; elements travel to other ranks in the parameter's type."""
 
