@@ -30,7 +30,7 @@ from tests.parallel.models import (
     tokens,
     vectors,
 )
-from tests.parallel.parallel_layouts import Case, Way, placed
+from tests.parallel.parallel_layouts import Case, Way, known, placed
 
 
 def test_a_coarse_rule_makes_at_least_four_grains_of_a_batch_that_has_so_many_samples() -> None:
@@ -135,7 +135,7 @@ def test_the_processes_of_a_node_claim_grains_and_have_the_bits_of_one(world: An
     """The table of claims is in memory that processes share, under a lock of the system."""
     for number, (name, memory) in enumerate(zip(TRAININGS, ({}, {"ranks_per_node": 2}, {}), strict=True)):
         found = trained(world, name, ("ddp", "zero1")[(number + world.size) % 2], **DYNAMIC, **memory)
-        assert found == alone(name), (name, memory)
+        assert found == known(world, alone, name), (name, memory)
 
 
 def computed(ranks: int, count: int, slow: int | None = None, **settings: Any) -> list[list[int]]:

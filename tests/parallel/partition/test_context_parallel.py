@@ -1,4 +1,4 @@
-"""What groups that cut sequences add and refuse; the bits of their trainings are in test_hybrid.py."""
+"""What groups that cut sequences add, hold and refuse; the bits of their trainings are in test_hybrid.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
+from mpizero.sharding.params import paged
 from mpizero.testing import run_in_threads
-from tests.parallel.models import MEMORIES
+from tests.parallel.models import MEMORIES, PRIVATE
 from tests.parallel.parallel_layouts import (
     Case,
     Way,
@@ -47,6 +48,19 @@ def test_every_zero_stage_adds_the_parts_of_grains_in_one_order(context: int, ac
         ranks, memory, way = context * (1 + zero // 2), MEMORIES[(zero + context) % 3], Way(context=context, zero=zero)
         found += run_in_threads(ranks, lambda comm, w=way, m=memory: trained(case, comm, w, **m))
     assert len(set(map(str, found))) == 1, found
+
+
+def test_zero_1_holds_of_gradients_what_zero_2_does_and_ddp_a_copy_for_each_grain() -> None:
+    def held(comm: Any, zero: int) -> tuple[int, int]:
+        with placed(DROPOUT, comm, Way(context=2, zero=zero), **PRIVATE) as model:
+            model.train(*texts(1, 8)[0])
+            told = model.metadata()
+            assert told.zero_stage == zero
+            return told.bytes_on_rank["gradients"], paged(model._engine.layout.gradient_size * 8)
+
+    found = [run_in_threads(2, lambda comm, z=zero: held(comm, z)) for zero in (0, 1, 2)]
+    assert found[1] == found[2]
+    assert all(4 * row <= held < 5 * row for held, row in found[0])
 
 
 def test_models_and_batches_without_sequences_are_refused_on_all_ranks() -> None:

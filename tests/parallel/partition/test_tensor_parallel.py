@@ -31,14 +31,6 @@ from tests.parallel.parallel_layouts import (
 F64 = {"dtype": "float64"}
 
 
-@pytest.mark.parametrize("hidden", [(7, 5, 8, 6, 5, 7, 4), (7, 5)])
-def test_three_ranks_which_have_no_tiles_learn_what_whole_layers_learn(hidden: tuple[int, ...]) -> None:
-    case = Case(lambda: mlp(hidden=hidden, **F64), batches=points(3, 13))
-    first, again = (run_in_threads(3, lambda comm: trained(case, comm, Way(tensor=3, zero=2))) for _ in range(2))
-    assert first == again == [first[0]] * 3
-    assert same_within_rounding(first[0], trained_alone(case))
-
-
 def test_parameters_state_and_work_of_a_rank_fall_with_the_tensor_size() -> None:
     """Norms, positions and the biases of row-parallel layers stay whole; everything else is a half, and a quarter."""
     model = gpt(dim=32, heads=4, layers=2, vocabulary=64)
