@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,9 +69,9 @@ def test_stages_tensor_and_context_groups_are_replicated_over_groups_of_nodes(wa
 
 
 def test_a_rank_keeps_and_sends_what_the_formulas_say() -> None:
-    def told(comm: Any) -> tuple[float, ...]:
-        """Bytes a parameter: those that are held by kind, and those that a step gathers in the group and across."""
-        with sharded("zero3", comm, mlp(hidden=(40, 40), outputs=8), ranks_per_node=1, shard_nodes=2) as model:
+    def told(comm: Any, **groups: Any) -> tuple[int, list[float]]:
+        """Bytes of gradients, and bytes a parameter: of parameters and state, sent in the group, and to the others."""
+        with sharded("zero3", comm, mlp(hidden=(40, 40), outputs=8), ranks_per_node=1, **groups) as model:
             counters = [group.counters for group in (model._engine.grid.shard_group, model._engine.grid.replicas)]
             model.train(*part(comm, *points(4)))
             before = [counter.bytes_by_tag["gather"] for counter in counters]
@@ -79,9 +80,11 @@ def test_a_rank_keeps_and_sends_what_the_formulas_say() -> None:
             metadata = model.metadata()
             assert metadata.bytes_on_rank["parameters"] == metadata.formula_bytes["parameters"]
             held = [metadata.bytes_on_rank[kind] for kind in ("parameters", "optimizer state")]
-            return tuple(count / model.parameter_count for count in (*held, *sent))
+            return metadata.bytes_on_rank["gradients"], [count / model.parameter_count for count in (*held, *sent)]
 
-    for parameters, state, gathered, copied in run_in_threads(4, told):
+    (alone, _), *_ = run_in_threads(4, told)
+    for gradients, (parameters, state, gathered, copied) in run_in_threads(4, partial(told, shard_nodes=2)):
+        assert gradients == pytest.approx(alone, abs=128)
         assert parameters == pytest.approx(4 / 2, rel=0.05)  # a half, as the other group has
         assert state == pytest.approx(8 / 4, rel=0.05)  # a quarter, which nobody else has
         assert gathered == pytest.approx(2 * 4 / 2, rel=0.05)  # all units forward and backward, half of each
