@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "scripts" / "benchmarks"), str(ROOT / "scripts")]
 
-from growing import page  # noqa: E402
+import scaling_page as page  # noqa: E402
 
 del sys.path[:2]
 

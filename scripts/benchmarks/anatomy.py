@@ -10,18 +10,18 @@ of attention are in it. All are medians over steps on rank 0, in milliseconds.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 from comparing.ours import PRESETS, STRATEGIES, Ours, Products
-from harness.clock import Clock
 from harness.jobs import answer, ranks_of
 from harness.options import parser, positive
 from harness.tables import markdown
@@ -29,12 +29,45 @@ from harness.tables import markdown
 PARTS = ("products", "attention", "other kernels", "messages", "interpreter")
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line, and return its options."""
-    options = parser(__doc__, mpiexec=True, json=True)
-    options.add_argument("--preset", choices=PRESETS, default="base", help="shapes (default: %(default)s)")
-    options.add_argument("--steps", type=positive, default=30, help="of each kind (default: %(default)s)")
-    return options.parse_args()
+class Clock:
+    """Add up the ``seconds`` of each part of a step; time outside of watched calls is the interpreter's."""
+
+    def __init__(self) -> None:
+        self.seconds, self._last = Counter[str](), time.monotonic()
+
+    def spend(self, part: str) -> None:
+        """Add the time since the last call to ``part``."""
+        now = time.monotonic()
+        self.seconds[part] += now - self._last
+        self._last = now
+
+    def take(self) -> Counter[str]:
+        """Return the seconds of each part until now, and begin anew."""
+        self.spend("interpreter")
+        found, self.seconds = self.seconds, Counter[str]()
+        return found
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """Return a function that does as ``function``, and counts as ``part``; it may contain no other one."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.spend("interpreter")
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spend(part)
+
+        return call
+
+    def watch(self, owner: type, name: str, part: Callable[[Any], str]) -> None:
+        """Count calls of the method ``name`` of ``owner`` as ``part(object)``."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.timed(method, part(first))(first, *args, **kwargs)
+
+        setattr(owner, name, call)
 
 
 def kernel_part(name: str) -> str:
@@ -81,7 +114,7 @@ def rank(args: argparse.Namespace) -> dict[str, dict[str, float]] | None:
     limit.prepare()
     alone = statistics.median(limit.turn(1, 1) for _ in range(args.steps))
     models = {strategy: Ours(strategy, shape, None) for strategy in STRATEGIES}
-    clock, whole, calls = Clock("interpreter"), {}, {}
+    clock, whole, calls = Clock(), {}, {}
 
     def steps_of(ours: Ours) -> list[Counter[str]]:
         clock.take()
@@ -105,16 +138,16 @@ def rank(args: argparse.Namespace) -> dict[str, dict[str, float]] | None:
 
 def main() -> None:
     """Run as a rank, or start the ranks and print their table."""
-    args = arguments()
+    options = parser(__doc__, mpiexec=True)
+    options.add_argument("--preset", choices=PRESETS, default="base", help="shapes (default: %(default)s)")
+    options.add_argument("--steps", type=positive, default=30, help="of each kind (default: %(default)s)")
+    args = options.parse_args()
     if args.be:
         if rows := rank(args):
             answer(rows)
         return
     words = ("--be", "rank", "--preset", args.preset, "--steps", str(args.steps))
     rows = ranks_of(__file__, args.mpiexec, PRESETS[args.preset]["ranks"], *words)
-    if args.json:
-        print(json.dumps(rows))
-        return
     columns = ("step", "calls", "alone", *PARTS)
     digits = [0 if column == "calls" else 2 for column in columns]
     cells = [(name, *(f"{row[c]:,.{n}f}" for c, n in zip(columns, digits, strict=True))) for name, row in rows.items()]

@@ -28,25 +28,24 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 from comparing.ours import LIMIT, MODULES, PRESETS, STRATEGIES, OurModule, Ours, Products
-from harness.jobs import Mpi, environment_of, run
+from harness.jobs import environment_of, run
 from harness.options import chosen, parser, positive
 from harness.tables import aligned
-from harness.turns import Team, alternate, has_module, serve, tell
-
-from mpizero._util.numbers import Measurement
+from harness.turns import Team, has_module, serve, team_of, team_of_processes, teams_in_turns, tell
 
 with contextlib.suppress(ImportError):  # the interpreter of PyTorch and DeepSpeed need not have mpizero's dependencies
+    from mpizero._util.numbers import Measurement
     from mpizero.train.machine import described, proportional
 
 PEERS = {
@@ -69,7 +68,7 @@ BUILD = "from deepspeed.accelerator import get_accelerator as get; get().create_
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=7, mpiexec=True, json=True)
+    options = parser(__doc__, rounds=7, mpiexec=True)
     options.add_argument("--preset", choices=PRESETS, default="base", help="shapes that the options below change")
     for name in ("ranks", "dim", "layers", "heads"):
         options.add_argument(f"--{name}", type=positive)
@@ -84,6 +83,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch and DeepSpeed")
     options.add_argument("--no-memory", action="store_true", help="leave out the runs alone, which measure memory")
     options.add_argument("--bits", action="store_true", help="compare results over numbers of ranks instead of speed")
+    options.add_argument("--json", action="store_true", help="print speed and memory as one JSON document")
     args = options.parse_args()
     for name, value in PRESETS[args.preset].items():
         if getattr(args, name) is None:
@@ -149,35 +149,14 @@ def team(args: argparse.Namespace, name: str, own_adam: bool) -> Team:
 
     ``own_adam`` says whether DeepSpeed uses its own fused Adam; otherwise it uses PyTorch's.
     """
-    args = with_layout(args, name)
-    be, threads = contender(name), environment_of(args.threads)
-    values = {key: getattr(args, key) for key in SHAPE}
-    words = [__file__, *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
-    if args.grain:
-        words += ["--grain", str(args.grain)]
+    args, be = with_layout(args, name), contender(name)
+    words = [word for key in SHAPE for word in (f"--{key}", str(getattr(args, key)))]
+    words += ["--be", be, *(["--grain", str(args.grain)] if args.grain else [])]
+    environment = environment_of(args.threads)
     if be not in PEERS:
-        launch = Mpi(args.mpiexec).command(args.ranks, [*words, "--be", be, "--socket"])
-        return Team(name, args.ranks, lambda path: [[*launch, path]], threads)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = threads | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(args.ranks),
-        "LOCAL_WORLD_SIZE": str(args.ranks),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "COMPARE_DEEPSPEED_ADAM": "own" if own_adam else "torch",
-        **for_deepspeed(args),
-    }
-
-    def commands(path: str) -> Sequence[Sequence[str]]:
-        ranks = [f"RANK={rank}" for rank in range(args.ranks)]
-        return [
-            ["env", rank, f"LOCAL_{rank}", args.peers_python, *words, "--be", be, "--socket", path] for rank in ranks
-        ]
-
-    return Team(name, args.ranks, commands, environment)
+        return team_of(__file__, args.mpiexec, args.ranks, *words, name=name, environment=environment)
+    environment |= {"COMPARE_DEEPSPEED_ADAM": "own" if own_adam else "torch", **for_deepspeed(args)}
+    return team_of_processes(name, args.ranks, args.peers_python, [__file__, *words], environment)
 
 
 def for_deepspeed(args: argparse.Namespace) -> dict[str, str]:
@@ -264,18 +243,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name in () if args.no_memory else names:
         tell(f"{name} alone")
         results[name] = memory(args, name, own_adam)
-    with contextlib.ExitStack() as stack:
-        teams = {}
-        for name in names:
-            tell(f"{name} starts")
-            teams[name] = stack.enter_context(team(args, name, own_adam))
-            results[name] |= teams[name].ask("prepare")[0]
-        seconds = alternate(
-            args.rounds, names, lambda name: max(teams[name].ask("turn", warmup=args.warmup, steps=args.steps))
-        )
+    starts = {name: partial(team, args, name, own_adam) for name in names}
+    seconds, said = teams_in_turns(args.rounds, starts, args.warmup, args.steps)
     tokens = args.ranks * args.batch * args.sequence * args.steps
     for name in names:
         speeds = [tokens / s for s in seconds[name]]
+        results[name] |= said[name]
         results[name] |= {"tokens_per_second": Measurement.of(speeds).rounded(0), "rounds": [round(s) for s in speeds]}
         if contender(name) in OURS:
             results[name]["over"] = {
@@ -317,39 +290,27 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def compare_bits(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Train each contender with the same global batches on 1, 2 and 4 ranks.
-
-    Return by contender the hashes of the resulting parameters, for the three numbers of ranks.
-    """
+def compare_bits(args: argparse.Namespace) -> None:
+    """Train each contender with the same global batches on 1, 2 and 4 ranks; print hashes of the parameters."""
     own_adam = require(args)
     total = args.ranks * args.batch
     if total % 4:
         sys.exit(f"--bits: {args.ranks} ranks x {args.batch} sequences must divide by 4")
-    found: dict[str, list[str]] = {}
+    if several := [name for name in args.contenders if name != contender(name)]:
+        sys.exit(f"--bits: {several[0]!r} cannot have ranks of its own: each contender trains on 1, 2 and 4 ranks")
+    print(f"after 10 steps with {total} sequences each, on 1, 2 and 4 ranks:")
     for name in args.contenders:
-        if name == LIMIT:
-            continue
-        if name != contender(name):
-            sys.exit(f"--bits: {name!r} cannot have ranks of its own: each contender trains on 1, 2 and 4 ranks")
-        found[name] = []
-        for ranks in (1, 2, 4):
+        hashes = []
+        for ranks in (1, 2, 4) if name != LIMIT else ():
             shape = vars(args) | {"ranks": ranks, "batch": total // ranks, "grain": total // 4}
             with team(argparse.Namespace(**shape), name, own_adam) as each:
                 each.ask("prepare")
                 each.ask("turn", warmup=0, steps=10)
-                found[name].append(each.ask("digest")[0])
-    return found
-
-
-def report_bits(args: argparse.Namespace, found: dict[str, list[str]]) -> str:
-    """Format the result of :func:`compare_bits`: for each contender its hashes, and whether they are equal."""
-    lines = [f"after 10 steps with {args.ranks * args.batch} sequences each, on 1, 2 and 4 ranks:"]
-    for name, hashes in found.items():
-        different = len(set(hashes))
-        verdict = "the same bits" if different == 1 else f"{different} different results"
-        lines.append(f"{name:17s}{verdict}: {', '.join(digest[:8] for digest in hashes)}")
-    return "\n".join(lines)
+                hashes.append(each.ask("digest")[0])
+        if hashes:
+            different = len(set(hashes))
+            verdict = "the same bits" if different == 1 else f"{different} different results"
+            print(f"{name:17s}{verdict}: {', '.join(digest[:8] for digest in hashes)}", flush=True)
 
 
 def main() -> None:
@@ -358,8 +319,7 @@ def main() -> None:
     if args.be:
         worker(args)
     elif args.bits:
-        hashes = compare_bits(args)
-        print(json.dumps(hashes, indent=1) if args.json else report_bits(args, hashes))
+        compare_bits(args)
     else:
         found = measure(args)
         print(json.dumps(found, indent=1) if args.json else report(found))

@@ -29,6 +29,8 @@ import mpizero as mz
 
 Array = np.ndarray[Any, Any]
 HIGH, LOW, UNSEEN, BATCH = 12.0, 3.0, 100, 20
+#: Points of an axis of the grid on which samples are solved, and which of them are kept.
+POINTS, EVERY = 421, 5
 
 
 def permeability(rng: np.random.Generator, points: int) -> Array:
@@ -81,15 +83,15 @@ class Solver:
         return np.pad(u, 1)
 
 
-def samples(count: int, points: int, every: int, path: Path) -> tuple[Array, Array]:
+def samples(count: int, path: Path) -> tuple[Array, Array]:
     """Return permeabilities and pressures (count, points kept, points kept), from the file if it has them."""
     if path.exists():
         with np.load(path) as file:
             return file["a"], file["u"]
-    solver, found = Solver(points), []
+    solver, found = Solver(POINTS), []
     for number in range(count):
-        a = permeability(np.random.default_rng([0, number]), points)
-        found.append((a[::every, ::every], solver.solve(a)[::every, ::every]))
+        a = permeability(np.random.default_rng([0, number]), POINTS)
+        found.append((a[::EVERY, ::EVERY], solver.solve(a)[::EVERY, ::EVERY]))
     a, u = (np.stack(part) for part in zip(*found, strict=True))
     np.savez(path, a=a, u=u)
     return a, u
@@ -100,29 +102,15 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--epochs", type=int, default=30)
     options.add_argument("--samples", type=int, default=1000, help="of the training")
-    options.add_argument("--points", type=int, default=421, help="of an axis of the grid on which samples are solved")
-    options.add_argument("--every", type=int, default=5, help="which of these points are kept: 5 makes 85 of 421")
-    options.add_argument("--width", type=int, default=32)
-    options.add_argument("--modes", type=int, default=12)
-    options.add_argument("--rate", type=float, default=4e-3)
     options.add_argument("--data", type=Path, required=True, help="file of the samples, made if it does not exist")
     given, began = options.parse_args(), time.monotonic()
-    a, u = samples(given.samples + UNSEEN, given.points, given.every, given.data)
+    a, u = samples(given.samples + UNSEEN, given.data)
     print(f"{len(a)} samples of {a.shape[1]} x {a.shape[2]} after {time.monotonic() - began:.0f} s", flush=True)
     scale = u[UNSEEN:].std()
     x, y = ((2 * a - HIGH - LOW) / (HIGH - LOW))[..., None].astype(np.float32), (u / scale)[..., None].astype("f4")
     steps = given.epochs * (given.samples // BATCH)
-    net = mz.nn.FNO(
-        inputs=1,
-        outputs=1,
-        axes=2,
-        modes=given.modes,
-        width=given.width,
-        padding=0.1,
-        loss="relative_l2",
-        space=x.shape[1:3],
-    )
-    adam, config = mz.AdamW(lr=mz.optim.cosine(given.rate, steps), weight_decay=1e-4), mz.Config(micro_batch=5)
+    net = mz.nn.FNO(1, 1, axes=2, modes=12, width=32, padding=0.1, loss="relative_l2", space=x.shape[1:3])
+    adam, config = mz.AdamW(lr=mz.optim.cosine(4e-3, steps), weight_decay=1e-4), mz.Config(micro_batch=5)
     began, losses = time.monotonic(), []
     with mz.Mesh("self") as mesh, mz.distribute(net, adam, "ddp", mesh=mesh, config=config) as model:
         source = mz.data.ArraySource(x[UNSEEN:], y[UNSEEN:])

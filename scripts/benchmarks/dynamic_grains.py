@@ -10,7 +10,6 @@ round, the shots that the slow rank has computed, and whether all have found the
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 import numpy as np
 from harness.options import parser
+from harness.tables import aligned
 from harness.turns import alternate, serve, team_of
 
 from mpizero._util.numbers import Measurement
@@ -36,7 +36,7 @@ CASES = {
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=5, mpiexec=True, json=True)
+    options = parser(__doc__, rounds=5, mpiexec=True)
     options.add_argument("--slow", type=float, default=4.0, help="times as long on one rank (default: %(default)s)")
     options.add_argument("--iterations", type=int, default=2, help="of L-BFGS (default: %(default)s)")
     return options.parse_args()
@@ -109,20 +109,12 @@ def main() -> None:
     words = ("--slow", str(args.slow), "--iterations", str(args.iterations), "--be", "rank")
     with team_of(__file__, args.mpiexec, RANKS, *words) as team:
         found = alternate(args.rounds, list(CASES), measure, warm_up=1)
-    rows = {
-        case: {
-            "seconds": str(Measurement.of(found[case])),
-            "static over this": str(Measurement.of_ratios(found["static"], found[case])),
-            "shots of rank 1 an evaluation": shots[case],
-        }
-        for case in CASES
-    }
+    rows = [
+        (case, Measurement.of(values), Measurement.of_ratios(found["static"], values), f"{shots[case]:.1f}")
+        for case, values in found.items()
+    ]
+    print(aligned(("", "seconds", "static over this", f"shots of rank {SLOW_RANK} an evaluation"), rows))
     quiet = Measurement.of_ratios(found["dynamic, none slow"], found["static, none slow"])
-    if args.json:
-        print(json.dumps({"rows": rows, "dynamic over static, none slow": str(quiet), "hashes": len(hashes)}))
-        return
-    for case, row in rows.items():
-        print(f"{case:20} " + ", ".join(f"{name} {value}" for name, value in row.items()))
     print(f"dynamic over static where no rank is slow: {quiet}; {len(hashes)} hash{'es' * (len(hashes) > 1)}")
 
 

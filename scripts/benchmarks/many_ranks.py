@@ -7,10 +7,9 @@ trainings must end with the same parameters, to the bit. Three kinds of jobs run
 * *processes*: processes under mpiexec that build the model and train it;
 * *threads*: one process that builds the model and trains it on as many threads.
 
-The seconds of a job are those from its start to its end. *Build* and *step* are parts of them, on the slowest rank.
-A first run of each job, which is not timed, compiles the kernels and measures memory at the end of the training, while
-all ranks wait: the proportional set size of a rank, mean over the ranks. Of threads it is what the process has grown
-by, over their number.
+The seconds of a job are those from its start to its end. A first run of each job, which is not timed, compiles the
+kernels and measures memory at the end of the training, while all ranks wait: the proportional set size of a rank, mean
+over the ranks. Of threads it is what the process has grown by, over their number.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 from harness.jobs import Mpi, answer, in_threads, well
 from harness.kernels import cpu_kernels
-from harness.options import parser
+from harness.options import parser, positive
 from harness.tables import markdown
 from harness.turns import alternate
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 
 from mpizero._util.numbers import Measurement
 
@@ -49,18 +45,15 @@ MOST = 64
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=3, mpiexec=True, json=True)
+    options = parser(__doc__, rounds=3, mpiexec=True)
     options.add_argument("--ranks", default="8,16,32,64", help="powers of two (default: %(default)s)")
-    options.add_argument("--steps", type=int, default=5, help="(default: %(default)s)")
-    options.add_argument("--zero", type=int, default=1, choices=range(4), help="ZeRO stage (default: %(default)s)")
+    options.add_argument("--steps", type=positive, default=5, help="(default: %(default)s)")
     options.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options.add_argument("--loads", default="{}", help=argparse.SUPPRESS)
     args = options.parse_args()
     args.sizes = sizes = [int(word) if word.isdecimal() else 0 for word in args.ranks.split(",")]
     if any(size.bit_count() != 1 or size > MOST for size in sizes):
         options.error(f"--ranks {args.ranks}: expected powers of two up to {MOST}, separated by commas")
-    if args.steps < 2:
-        options.error(f"--steps {args.steps}: expected 2 or more, because the first step is not timed")
     return args
 
 
@@ -76,29 +69,24 @@ def grid(ranks: int) -> dict[str, int]:
 
 
 def train(comm: Any, sizes: dict[str, int], args: argparse.Namespace) -> Row:
-    """Train as one rank of ``comm``; return seconds, hash, memory, and how many communicators and windows it has."""
+    """Train as one rank of ``comm``; return hash, memory, and how many communicators and windows it has."""
     import numpy as np
 
     import mpizero as mz
     from mpizero.guard import guard
 
     windows = count_windows()
-    marks = [time.monotonic()]
     gpt = mz.nn.GPT(dim=64, layers=8, heads=8, sequence=SEQUENCE, vocabulary=VOCABULARY)
     text = np.random.default_rng(0).integers(0, VOCABULARY, (args.steps * SAMPLES, SEQUENCE + 1))
     source = mz.data.ArraySource(text[:, :-1], text[:, 1:])
     parallel = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
     with (
         mz.ShardingConfig(comm=comm, micro_batch=1, tiles={"tensor": TILES}) as config,
-        mz.HybridShardedModel(gpt, config, **parallel, zero_stage=args.zero, optimizer=mz.AdamW(1e-3)) as model,
+        mz.HybridShardedModel(gpt, config, **parallel, zero_stage=1, optimizer=mz.AdamW(1e-3)) as model,
     ):
-        marks.append(time.monotonic())
         for x, y in mz.data.batches(source, model, global_batch=SAMPLES, steps=args.steps):
             model.train(x, y)
-            marks.append(time.monotonic())
         return {
-            "build": marks[1] - marks[0],
-            "step": (marks[-1] - marks[2]) / (args.steps - 1),
             "sha256": model.parameters_sha256(),
             "communicators": len(guard.current().register.live),
             "windows": sum(window.buffer.size > 0 for window in windows),
@@ -139,12 +127,6 @@ def together(rows: list[Row]) -> Row:
     }
 
 
-def loaded() -> dict[str, Any]:
-    """Return the modules of mpizero that this process has imported, and the dtypes of each loaded kernel."""
-    modules = [name for name in sys.modules if name.startswith("mpizero.")]
-    return {"modules": modules, "kernels": {name: kernel.loaded for name, kernel in cpu_kernels().items()}}
-
-
 def bare(args: argparse.Namespace) -> Row | None:
     """Run as one rank that loads what a training needs and meets the others; return what rank 0 has measured."""
     from mpi4py import MPI
@@ -167,11 +149,13 @@ def bare(args: argparse.Namespace) -> Row | None:
 
 
 def processes(args: argparse.Namespace) -> Row | None:
-    """Run as one rank that trains; return what was measured on all ranks."""
+    """Run as one rank that trains; return what was measured on all ranks, and what a bare process must load."""
     from mpi4py import MPI
 
     rows = MPI.COMM_WORLD.gather(train(MPI.COMM_WORLD, grid(MPI.COMM_WORLD.size), args))
-    return rows and together(rows) | {"loads": loaded()}
+    modules = [name for name in sys.modules if name.startswith("mpizero.")]
+    kernels = {name: kernel.loaded for name, kernel in cpu_kernels().items()}
+    return rows and together(rows) | {"loads": {"modules": modules, "kernels": kernels}}
 
 
 def threads(args: argparse.Namespace) -> Row:
@@ -185,92 +169,58 @@ def threads(args: argparse.Namespace) -> Row:
     return row | {"memory": (row["memory"] - before) / size}
 
 
-JOBS: dict[str, Callable[[argparse.Namespace], Row | None]] = {
-    "bare": bare, "processes": processes, "threads": threads,
-}  # fmt: skip
-
-
 # -------------------------------------------------------------------------------------------- jobs in turns
 
 
 class Jobs:
-    """Start the jobs that are compared.
-
-    Attributes
-    ----------
-    rows : dict
-        For each kind and number of ranks what its jobs have printed; the first job has measured memory.
-    """
+    """Start the jobs that are compared; ``rows`` has what the first run of each has measured, ``hashes`` all hashes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.rows: dict[tuple[str, int], list[Row]] = {}
+        self.rows: dict[tuple[str, int], Row] = {}
+        self.hashes: set[str] = set()
         self._args = args
         self._loads = "{}"
 
     def run(self, job: tuple[str, int]) -> float:
         """Run a job to its end, and return the seconds that it took."""
         kind, size = job
-        args, rows = self._args, self.rows.setdefault(job, [])
-        words = [__file__, "--be", kind, "--ranks", str(size), "--loads", self._loads]
-        words += ["--steps", str(args.steps), "--zero", str(args.zero), *["--measure"] * (not rows)]
+        words = [__file__, "--be", kind, "--ranks", str(size), "--steps", str(self._args.steps)]
+        words += ["--loads", self._loads, *["--measure"] * (job not in self.rows)]
         alone = kind == "threads"
-        ended = well([sys.executable, *words] if alone else Mpi(args.mpiexec).command(size, words))
-        rows.append(ended.answer)
-        if loads := rows[-1].pop("loads", None):
+        ended = well([sys.executable, *words] if alone else Mpi(self._args.mpiexec).command(size, words))
+        row = ended.answer
+        if loads := row.pop("loads", None):
             self._loads = json.dumps(loads)
+        self.hashes |= set(row.get("hashes", ()))
+        self.rows.setdefault(job, row)
         return ended.seconds
 
-    def hashes(self) -> set[str]:
-        """Return the hashes of all trainings so far."""
-        return {digest for rows in self.rows.values() for row in rows for digest in row.get("hashes", ())}
 
-
-def measure(args: argparse.Namespace) -> list[Row]:
-    """Run all jobs, and return a row for each kind and number of ranks; end the script if results differ."""
-    jobs = Jobs(args)
-    found = []
+def compare(args: argparse.Namespace) -> str:
+    """Run all jobs, and return a table with a row for each; end the script if results differ."""
+    jobs, lines = Jobs(args), []
     for size in args.sizes:
-        kinds = [(kind, size) for kind in KINDS]
-        for job in sorted(kinds, key=lambda job: job[0] == "bare"):  # trainings tell which kernels there are
-            jobs.run(job)
-        seconds = alternate(args.rounds, kinds, jobs.run)
-        for job in kinds:
-            first, *rest = jobs.rows[job]
-            parts = {name: statistics.median(row[name] for row in rest) for name in ("build", "step") if name in first}
-            counts = {name: first[name] for name in ("communicators", "windows") if job[0] == "processes"}
-            found.append(
-                {"kind": job[0], "ranks": size, "seconds": str(Measurement.of(seconds[job]))}
-                | ({"over bare": str(Measurement.of_ratios(seconds[job], seconds["bare", size]))} if parts else {})
-                | parts
-                | {"memory": first["memory"]}
-                | counts
-            )
-    if len(digests := jobs.hashes()) != 1:
-        sys.exit(f"trainings end with {len(digests)} different parameters: {', '.join(sorted(digests))}")
-    return [*found, {"sha256": digests.pop()}]
-
-
-def table(rows: list[Row]) -> str:
-    """Return the rows as a table of Markdown."""
-    lines = []
-    for row in rows[:-1]:
-        parts = [f"{row[name]:.3g}" if name in row else "" for name in ("build", "step")]
-        more = [row.get(name, "") for name in ("communicators", "windows")]
-        cells = (row["ranks"], row["kind"], row["seconds"], row.get("over bare", ""), *parts)
-        lines.append((*cells, f"{row['memory'] / 1e6:.1f}", *more))
-    head = ("ranks", "", "seconds", "over bare", "build, s", "step, s", "MB a rank", "communicators", "windows")
-    return f"{markdown(head, lines)}\nAll trainings: sha256 {rows[-1]['sha256'][:16]}"
+        for kind in ("processes", "threads", "bare"):  # trainings tell which modules and kernels there are
+            jobs.run((kind, size))
+        seconds = alternate(args.rounds, [(kind, size) for kind in KINDS], jobs.run)
+        for job, values in seconds.items():
+            row, trains = jobs.rows[job], job[0] != "bare"
+            over = Measurement.of_ratios(values, seconds["bare", size]) if trains else ""
+            counts = [row[name] if job[0] == "processes" else "" for name in ("communicators", "windows")]
+            lines.append((size, job[0], Measurement.of(values), over, f"{row['memory'] / 1e6:.1f}", *counts))
+    if len(jobs.hashes) != 1:
+        sys.exit(f"trainings end with {len(jobs.hashes)} different parameters: {', '.join(sorted(jobs.hashes))}")
+    head = ("ranks", "", "seconds", "over bare", "MB a rank", "communicators", "windows")
+    return f"{markdown(head, lines)}\nAll trainings: sha256 {min(jobs.hashes)[:16]}"
 
 
 def main() -> None:
     """Run as a part of a job, or start the jobs and print what they took."""
     args = arguments()
-    if args.be:
-        if row := JOBS[args.be](args):
-            answer(row)
-        return
-    rows = measure(args)
-    print(json.dumps(rows) if args.json else table(rows))
+    if not args.be:
+        print(compare(args))
+    elif row := {"bare": bare, "processes": processes, "threads": threads}[args.be](args):
+        answer(row)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 All are given the same functions, starts and history, and are judged by the same test: how many evaluations of value and
 gradient, and products with the Hessian, until no element of the gradient (of the projected gradient, with bounds) is
 larger than 1e-5, and than 1e-9. The functions are compiled once, by ``cc``, and called by ctypes from both
-interpreters. How far value and point are from the minimum is told by whole Newton steps, which are part of no method.
-
-With ``--squares`` Gauss-Newton is compared with SciPy's ``least_squares``: residuals, and products with the Jacobian
-(tangents) and its transpose (adjoints). A Jacobian that is formed is a tangent for each of its columns.
+interpreters. Printed are sums over those that two have ended alike: they have met the tolerance, and their values are
+that of one minimum, which is found by whole Newton steps, part of no method.
 
 With ``--seconds`` two ranks minimize a function of 16.8 million unknowns by L-BFGS and by TAO's ``blmvm``, 30
 evaluations each, in turns; what is compared are seconds outside of the function.
@@ -18,16 +16,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
-from harness.jobs import Mpi, answer, ranks_of, well
+from harness.jobs import Mpi, answer, well
 from harness.options import parser
 from harness.tables import markdown
 from harness.turns import alternate
@@ -35,7 +31,7 @@ from harness.turns import alternate
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from comparing import minima, squares
+from comparing import minima
 from comparing.minima import TOLERANCES, CountedObjective, Row, minimum
 from comparing.objectives import FOR_NEWTON, Objective, build, load
 from comparing.timing import RANKS, timed_by_mpizero, timed_by_tao
@@ -50,16 +46,15 @@ CASES = (
     ("Newton-CG", False, True, "newton-cg", "trust-ncg", "bnls"),
     ("Newton-CG, differences", False, False, "newton-cg", "Newton-CG", ""),
 )
-#: Of these the sums are the work; values alone are told, too.
-WORK = ("evaluations", "products", "residuals", "tangents", "adjoints")
+#: What is counted.
+WORK = ("evaluations", "products")
 #: Values that differ by less are of the same minimum.
 SAME = 1e-8
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=5, mpiexec=True, json=True)
-    options.add_argument("--squares", action="store_true", help="compare with least_squares instead")
+    options = parser(__doc__, rounds=5, mpiexec=True)
     options.add_argument("--seconds", action="store_true", help="compare seconds instead of evaluations")
     options.add_argument("--parameters", type=float, default=16.8e6, help="of --seconds (default: %(default).0f)")
     options.add_argument("--tao", help="interpreter that has petsc4py")
@@ -117,14 +112,20 @@ def evaluations(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ tables
-
-
-def counts(row: Row, least: Row) -> str:
-    """Return a cell: the counts that are not 0, and how far value and point are from the minimum."""
-    told = ", ".join(f"{row[kind]} {kind}" for kind in (*WORK, "values") if row.get(kind))
-    away = float(np.abs(row["x"] - least["x"]).max())
-    return f"{told}{'' if row['met'] else ' (not met)'}; {above(row, least):.0e}, {away:.0e}"
+def table(rows: list[Row], tolerance: float) -> str:
+    """Return a table with the sums of mpizero and each other for each method, until a tolerance."""
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        mine = [row for row in rows if row["method"] == method and row["tolerance"] == tolerance]
+        for other in ("SciPy", "TAO"):
+            both = [
+                [(row["who"][who], row["minimum"]) for who in ("mpizero", other)] for row in mine if other in row["who"]
+            ]
+            alike = [pair for pair in both if all(row["met"] and above(row, least) <= SAME for row, least in pair)]
+            if alike:
+                a, b = (sum(pair[place][0][kind] for pair in alike for kind in WORK) for place in (0, 1))
+                lines.append((method, other, f"{len(alike)} of {len(both)}", a, b, f"{a / b:.2f}"))
+    return f"until {tolerance:.0e}:\n\n" + markdown(("method", "beside", "alike", "mpizero", "other", "ratio"), lines)
 
 
 def above(row: Row, least: Row) -> float:
@@ -132,63 +133,23 @@ def above(row: Row, least: Row) -> float:
     return float((row["value"] - least["value"]) / max(1.0, abs(least["value"])))
 
 
-def table(rows: list[Row], names: list[str], tolerance: float) -> str:
-    """Return the rows of a tolerance as a table of Markdown, and sums over those that two have ended alike."""
-    rows = [row for row in rows if row["tolerance"] == tolerance]
-    names = [who for who in names if any(who in row["who"] for row in rows)]
-    cells = []
-    for row in rows:
-        least = row["minimum"]
-        told = [counts(row["who"][who], least) if who in row["who"] else "" for who in names]
-        cells.append((row["method"], row["objective"], f"{least['least eigenvalue']:.1e}", *told))
-    lines = [f"until {tolerance:.0e}:", "", markdown(("method", "objective", "least eigenvalue", *names), cells)]
-    lines += ["", f"largest projected gradient of a minimum: {max(row['minimum']['norm'] for row in rows):.1e}"]
-    for method in dict.fromkeys(row["method"] for row in rows):
-        for who in names[1:]:
-            lines += sums([row for row in rows if row["method"] == method and who in row["who"]], names[0], who)
-    return "\n".join(lines)
-
-
-def sums(rows: list[Row], ours: str, other: str) -> list[str]:
-    """Return a line with sums over the rows in which both have met the tolerance, at the same minimum."""
-    found = [[(row["who"][who], row["minimum"]) for who in (ours, other)] for row in rows]
-    alike = [pair for pair in found if all(row["met"] and above(row, least) <= SAME for row, least in pair)]
-    if not alike:
-        return []
-    a, b = (sum(work(pair[place][0]) for pair in alike) for place in (0, 1))
-    which = f"{rows[0]['method']}, {len(alike)} of {len(rows)}"
-    return [f"{which}: {ours} {a}, {other} {b}: {a / b:.2f}"]
-
-
-def work(row: Row) -> int:
-    """Return the number of evaluations and products; values alone are left out."""
-    return int(sum(row.get(kind, 0) for kind in WORK))
-
-
 # ------------------------------------------------------------------------------------------------ seconds
 
 
-def seconds(args: argparse.Namespace) -> dict[str, Any]:
-    """Time both in turns, and return a JSON document."""
-    from mpizero._util.numbers import Measurement
+def seconds(args: argparse.Namespace) -> str:
+    """Time both in turns, and return a table of seconds between evaluations."""
+    from mpizero._util.numbers import Measurement  # the interpreter of TAO need not have mpizero's dependencies
 
     size = str(int(args.parameters) // 4 * 4)
-    told: dict[str, Row] = {}
 
     def measure(who: str) -> float:
         words = (__file__, "--folder", str(args.folder), "--be", who, "--parameters", size)
-        if who == "mpizero":
-            told[who] = ranks_of(words[0], args.mpiexec, RANKS, *words[1:])
-        else:
-            told[who] = well(Mpi(args.tao_mpiexec, args.tao).command(RANKS, words)).answer
-        return float(told[who]["seconds"])
+        mpi = Mpi(args.mpiexec) if who == "mpizero" else Mpi(args.tao_mpiexec, args.tao)
+        return float(well(mpi.command(RANKS, words)).answer)
 
-    names = ["mpizero", *["TAO"] * bool(args.tao)]
-    found = alternate(args.rounds, names, measure)
-    row: Row = {who: str(Measurement.of(found[who])) for who in names} | {"last": told}
-    if args.tao:
-        row["mpizero over TAO"] = str(Measurement.of_ratios(found["mpizero"], found["TAO"]))
-    return row
+    found = alternate(args.rounds, ["mpizero", *["TAO"] * bool(args.tao)], measure)
+    rows = [(who, Measurement.of(s).text(3), Measurement.of_ratios(s, found["mpizero"])) for who, s in found.items()]
+    return markdown(("", "seconds an evaluation", "over mpizero"), rows)
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -197,23 +158,17 @@ def compare(args: argparse.Namespace) -> None:
         args.folder = Path(folder)
         build(args.folder)
         if args.seconds:
-            print(json.dumps(seconds(args), indent=1))
+            print(seconds(args))
             return
-        rows = squares.compare() if args.squares else evaluations(args)
-        names = list(squares.WHO) if args.squares else ["mpizero", "SciPy", "TAO"]
-        if args.json:
-            print(json.dumps(rows, default=np.ndarray.tolist))
-        else:
-            print("\n\n".join(table(rows, names, tolerance) for tolerance in TOLERANCES))
+        rows = evaluations(args)
+        print("\n\n".join(table(rows, tolerance) for tolerance in TOLERANCES))
 
 
 def main() -> None:
     """Run as a part of a comparison, or compare and print."""
     args = arguments()
-    if args.be == "mpizero":
-        timed_by_mpizero(args.folder, int(args.parameters))
-    elif args.be == "TAO":
-        timed_by_tao(args.folder, int(args.parameters))
+    if args.be in ("mpizero", "TAO"):
+        (timed_by_mpizero if args.be == "mpizero" else timed_by_tao)(args.folder, int(args.parameters))
     elif args.be:
         be_tao(args)
     else:

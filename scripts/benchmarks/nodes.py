@@ -20,7 +20,6 @@ step is shorter than one that computes first and sends afterwards, (alone + wire
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -34,15 +33,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 import numpy as np
 from harness.options import chosen, parser
 from harness.tables import aligned
-from harness.turns import alternate
+from harness.turns import alternate, bytes_sent
 from mpi4py import MPI
 
 import mpizero as mz
+from mpizero._util.numbers import Measurement
 from mpizero.nn import poll
 from mpizero.types import EVALUATE, Init, ParameterSpec
 
 WORLD = MPI.COMM_WORLD
-INTERFACES = Path("/sys/class/net")
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 PEERS = ("torch-plain", "torch-ddp", "torch-zero1", "torch-fsdp2", "deepspeed-zero2", "deepspeed-zero3")
 #: Settings by what follows a strategy's name.
@@ -59,7 +58,7 @@ MATRICES = {"qkv": 3, "projection": 1, "widen": 4, "narrow": 4}
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=5, json=True)
+    options = parser(__doc__, rounds=5)
     options.add_argument("--contenders", default=",".join(STRATEGIES), help="(default: %(default)s)")
     options.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
     options.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
@@ -199,22 +198,16 @@ def end_messages() -> None:
         WORLD.Iprobe()
 
 
-def sent() -> int:
-    """Return the bytes that this host's network interfaces have sent so far."""
-    files = (path / "statistics" / "tx_bytes" for path in INTERFACES.iterdir() if path.name != "lo")
-    return sum(int(file.read_text()) for file in files if file.exists())
-
-
 def timed(contender: Ours | Peer, steps: int) -> tuple[float, float, float]:
     """Train ``steps`` steps on all ranks after one more, which leaves messages in flight as they do.
 
     Return the slowest rank's seconds, the most seconds of a processor, and the most bytes of a host, all of one step.
     """
     contender.step()
-    before, cpu, started = sent(), time.process_time(), time.perf_counter()
+    before, cpu, started = bytes_sent(), time.process_time(), time.perf_counter()
     for _ in range(steps):
         contender.step()
-    seconds, cpu, size = time.perf_counter() - started, time.process_time() - cpu, sent() - before
+    seconds, cpu, size = time.perf_counter() - started, time.process_time() - cpu, bytes_sent() - before
     contender.drain()
     found = np.array([seconds, cpu, size]) / steps
     WORLD.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
@@ -222,8 +215,8 @@ def timed(contender: Ours | Peer, steps: int) -> tuple[float, float, float]:
     return float(found[0]), float(found[1]), float(found[2])
 
 
-def measure(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
-    """Train with all contenders in turns, and return a JSON document with a row for each."""
+def measure(args: argparse.Namespace, names: list[str]) -> str:
+    """Train with all contenders in turns, and return a table with a row for each."""
     if any(name in PEERS for name in names):
         sys.path.insert(0, str(Path(__file__).parent))  # where `comparing` is
         join_torch()
@@ -233,38 +226,28 @@ def measure(args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     found = alternate(args.rounds, [*made], lambda name: timed(made[name], args.steps), warm_up=1, quiet=quiet)
     for contender in made.values():
         contender.close()
-    rows = {}
+    rows = []
     for name, values in found.items():
         seconds, processor, sizes = zip(*values, strict=True)
         wire = 8 * statistics.median(sizes) / args.rate
         alone = found["torch-plain" if name in PEERS and "torch-plain" in found else "alone"]
-        computing = statistics.median(value for value, *_ in alone)
-        hidden = (computing + wire - statistics.median(seconds)) / wire if wire > 0.01 * computing else None
-        rows[name] = {"seconds": seconds, "processor": processor, "bytes": sizes, "wire": wire, "hidden": hidden}
-    return {"ranks": WORLD.size, "mpi": MPI.Get_library_version().split("\n")[0], "rows": rows}
-
-
-def table(result: dict[str, Any]) -> str:
-    """Format the result of :func:`measure`."""
-    rows = []
-    for name, row in result["rows"].items():
-        least, middle, most = min(row["seconds"]), statistics.median(row["seconds"]), max(row["seconds"])
-        hidden = "" if row["hidden"] is None else f"{100 * row['hidden']:.0f} %"
-        size, processor = statistics.median(row["bytes"]) / 1e6, statistics.median(row["processor"])
-        cells = (f"{middle:.2f}", f"{least:.2f} to {most:.2f}", f"{processor:.2f}", f"{size:.1f}", f"{row['wire']:.2f}")
-        rows.append((name, *cells, hidden))
+        computing, step = statistics.median(value for value, *_ in alone), Measurement.of(seconds)
+        hidden = f"{100 * (computing + wire - step.median) / wire:.0f} %" if wire > 0.01 * computing else ""
+        size = f"{statistics.median(sizes) / 1e6:.1f}"
+        cells = (f"{step.median:.2f}", f"{step.least:.2f} to {step.most:.2f}", f"{statistics.median(processor):.2f}")
+        rows.append((name, *cells, size, f"{wire:.2f}", hidden))
     heading = ("", "seconds", "range", "processor", "MB a host", "wire", "hidden")
-    return f"{result['ranks']} ranks, {result['mpi']}\n" + aligned(heading, rows)
+    return f"{WORLD.size} ranks, {MPI.Get_library_version().splitlines()[0]}\n{aligned(heading, rows)}"
 
 
 def main() -> None:
-    """Measure, and print a table or one JSON document."""
+    """Measure, and print a table."""
     args = arguments()
     ours = (f"{strategy}+{more}" if more else strategy for strategy in STRATEGIES for more in SETTINGS)
     names = chosen("--contenders", args.contenders, (*ours, *PEERS), lambda name: name.partition("@")[0])
     result = measure(args, names)
     if WORLD.rank == 0:
-        print(json.dumps(result) if args.json else table(result), flush=True)
+        print(result, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,74 +1,59 @@
-"""Compare mpizero's gradient sum and AdamW update with MPI's collectives, plain loops and PyTorch.
+"""Compare mpizero's gradient sum and AdamW update with MPI's collectives and PyTorch.
 
 In each of two comparisons several implementations run alternately. Ratios are computed from times of the same round.
 The tables show medians over rounds, and in parentheses the smallest and largest value.
 
 1. Two ranks have computed one gradient each. Timed is what follows until every rank can read the new parameters.
    ``mpizero`` is the library's fused pass over its shared window. The others use ``Reduce_scatter`` and ``Allgather``,
-   or ``Allreduce``, and update with the library's AdamW kernel or with NumPy. ``stream`` is a plain Numba loop with the
-   same reads and writes (5 and 3 for each element) over the same memory. ``stream, private`` is the same loop over
-   private arrays of each rank.
-2. One process runs the AdamW kernel, a plain Numba loop with the same reads and writes (4 and 3 for each element), and
-   PyTorch's fused AdamW.
-``--peers-python`` names an interpreter that has PyTorch (see ``scripts/benchmarks/compare.py``); without PyTorch the
-second comparison leaves it out.
+   or ``Allreduce``, and update with the library's AdamW kernel or with NumPy.
+2. One process runs the AdamW kernel, another PyTorch's fused AdamW.
+
+How near both are to the speed of memory, ``mpizero bench machine`` tells. ``--peers-python`` names an interpreter that
+has PyTorch (see ``scripts/benchmarks/compare.py``); without PyTorch the second comparison leaves it out.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 import numpy as np
-from harness.jobs import Mpi
-from harness.options import chosen, parser
+from harness.options import parser, positive
 from harness.tables import aligned
-from harness.turns import Team, alternate, has_module, serve, tell, timed
-
-from mpizero._util.numbers import Measurement
+from harness.turns import alternate, has_module, serve, team_of, team_of_processes, tell, timed
 
 RANKS = 2
-OURS = "mpizero"
-COLLECTIVES = ("reduce-scatter", "allreduce", "reduce-scatter, NumPy", "allreduce, NumPy")
-STREAMS = ("stream", "stream, private")
-KERNEL, KERNEL_STREAM, TORCH = "AdamW kernel", "stream", "PyTorch fused"
-#: Floats that are read and written for one element, for the cases that are limited by memory.
-TOUCHED = {OURS: 8, "stream": 8, "stream, private": 8}
-TOUCHED_ALONE = {KERNEL: 7, KERNEL_STREAM: 7, TORCH: 7}
+OURS, KERNEL, TORCH = "mpizero", "AdamW kernel", "PyTorch fused"
+COLLECTIVES = ("reduce-scatter", "allreduce", "allreduce, NumPy")
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=9, mpiexec=True, json=True)
+    options = parser(__doc__, rounds=9, mpiexec=True)
     options.add_argument("--parameters", type=float, default=20e6, help="(default: %(default).0f)")
-    options.add_argument("--strategy", choices=("ddp", "zero1"), default="ddp")
-    options.add_argument("--repeat", type=int, default=10, help="updates of one turn (default: %(default)s)")
-    options.add_argument("--parts", default="sum,kernel", help="(default: %(default)s)")
+    options.add_argument("--repeat", type=positive, default=10, help="updates of one turn (default: %(default)s)")
     options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
     args = options.parse_args()
     args.parameters = int(args.parameters)
-    args.parts = chosen("--parts", args.parts, ("sum", "kernel"))
     return args
 
 
 class Exchanges:
     """Run one rank of the first comparison: sum one gradient of each rank, and update the parameters on all ranks.
 
-    ``cases`` has the compared implementations by name.
+    ``cases`` has the compared implementations by name; NumPy's is the library's formula in place.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mpi4py import MPI
 
         import mpizero as mz
-        from mpizero.kernels import memory
 
         self.mpi, self.world, size = MPI, MPI.COMM_WORLD, args.parameters
         self.rank = self.world.rank
@@ -76,7 +61,7 @@ class Exchanges:
         plain = mz.FunctionModel({"w": np.ones(size, np.float32)}, lambda parameters, batch: (0.0, {"w": ones}, 1.0))
         config = mz.ShardingConfig(comm=self.world, micro_batch=1)
         self.optimizer = mz.AdamW(lr=1e-4)
-        self.model = mz.distribute(plain, self.optimizer, strategy=args.strategy, config=config)
+        self.model = mz.distribute(plain, self.optimizer, strategy="ddp", config=config)
         self.model.train(np.zeros((1, 1)), np.zeros(1))  # makes windows and state, and leaves gradients in them
         half = size // RANKS
         self.counts = [half, size - half]
@@ -86,15 +71,11 @@ class Exchanges:
         self.moments = {slot: np.zeros(size, np.float32) for slot in self.optimizer.slots}
         self.work = np.empty(size, np.float32), np.empty(size, np.float32)
         self.hyper = self.optimizer.hyper(1, 1, np.dtype(np.float32))
-        self.stream = memory.add_and_update
         self.cases: dict[str, Callable[[], None]] = {
             OURS: self.fused(),
             "reduce-scatter": lambda: self.reduce_scatter(self.kernel),
             "allreduce": lambda: self.allreduce(self.kernel),
-            "reduce-scatter, NumPy": lambda: self.reduce_scatter(self.numpy),
             "allreduce, NumPy": lambda: self.allreduce(self.numpy),
-            "stream": self.same_memory(),
-            "stream, private": self.own_memory(),
         }
 
     def fused(self) -> Callable[[], None]:
@@ -150,120 +131,79 @@ class Exchanges:
         np.multiply(w, shrink, out=w)
         np.subtract(w, step, out=w)
 
-    def same_memory(self) -> Callable[[], None]:
-        """Return a function that runs the plain Numba loop over the same memory as the library's fused pass."""
-        engine = self.model._engine
-        (run,) = engine.updater.plain_runs
-        w, state = engine.updater._run_arrays(run.store, run.state, run.size)
-        m, v = state.values()
-        a, b = (row[run.gradient : run.gradient + run.size] for row in engine.all_reduce.window)
-        return lambda: self.stream(a, b, w, m, v)
-
-    def own_memory(self) -> Callable[[], None]:
-        """Return a function that runs the plain Numba loop over private arrays of this rank."""
-        w, m, v, a, b = (np.zeros(self.part.size, np.float32) for _ in range(5))
-        return lambda: self.stream(a, b, w, m, v)
-
     def turn(self, case: str, warmup: int, steps: int) -> float:
         """Run ``case`` ``warmup`` times, then time ``steps`` runs between two barriers; return the seconds of one."""
         return timed(self.cases[case], self.world.Barrier, warmup, steps) / steps
 
 
-class Alone:
-    """Run the second comparison without PyTorch's part: the AdamW kernel and a plain Numba loop, in one process.
+def kernel_alone(size: int) -> Callable[[], None]:
+    """Return a function that updates parameters with the library's AdamW kernel."""
+    import mpizero as mz
 
-    ``cases`` has both by name.
-    """
+    optimizer = mz.AdamW(lr=1e-4)
+    w, m, v = (np.ones(size, np.float32) for _ in range(3))
+    g = np.full(size, 1e-3, np.float32)
+    state, hyper = dict(zip(optimizer.slots, (m, v), strict=True)), optimizer.hyper(1, 1, w.dtype)
+    return lambda: optimizer.apply(w, g, state, hyper)
 
-    rank = 0
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        import mpizero as mz
-        from mpizero.kernels import memory
+def torch_alone(size: int) -> Callable[[], None]:
+    """Return a function that updates parameters with PyTorch's fused AdamW."""
+    import torch
 
-        optimizer = mz.AdamW(lr=1e-4)
-        w, m, v = (np.ones(args.parameters, np.float32) for _ in range(3))
-        g = np.full(args.parameters, 1e-3, np.float32)
-        state, hyper = dict(zip(optimizer.slots, (m, v), strict=True)), optimizer.hyper(1, 1, w.dtype)
-        x, y, z, h = (np.zeros(args.parameters, np.float32) for _ in range(4))
-        self.cases: dict[str, Callable[[], None]] = {
-            KERNEL: lambda: optimizer.apply(w, g, state, hyper),
-            KERNEL_STREAM: lambda: memory.update(h, x, y, z),
-        }
-
-    def turn(self, case: str, warmup: int, steps: int) -> float:
-        """Run ``case`` ``warmup`` times, then time ``steps`` runs; return the seconds of one."""
-        return timed(self.cases[case], lambda: None, warmup, steps) / steps
+    torch.set_num_threads(1)
+    weights = torch.nn.Parameter(torch.ones(size))
+    weights.grad = torch.full((size,), 1e-3)
+    return torch.optim.AdamW([weights], lr=1e-4, fused=True).step
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Run as one process of the comparison ``args.be``, until the benchmark closes the connection."""
-    one: Any
-    if args.be == "torch":
-        from comparing.peers import FusedAdamW
-
-        one = FusedAdamW(args.parameters)
-        serve(args.socket, 0, {"turn": lambda case, warmup, steps: one.turn(warmup, steps)})
+    """Run as one process of the contenders ``args.be``, until the benchmark closes the connection."""
+    if args.be == "sum":
+        one = Exchanges(args)
+        serve(args.socket, one.rank, {"turn": one.turn})
         return
-    one = {"sum": Exchanges, "kernel": Alone}[args.be](args)
-    serve(args.socket, one.rank, {"turn": one.turn})
+    step = (kernel_alone if args.be == KERNEL else torch_alone)(args.parameters)
+    turn: dict[str, Callable[..., Any]] = {
+        "turn": lambda case, warmup, steps: timed(step, lambda: None, warmup, steps) / steps
+    }
+    serve(args.socket, 0, turn)
 
 
-def team(args: argparse.Namespace, name: str) -> Team:
-    """Start the processes of the comparison ``name``: "sum", "kernel", or "torch" for PyTorch's part."""
-    words = ["--parameters", str(args.parameters), "--strategy", args.strategy]
-    ranks = 1 if name in ("kernel", "torch") else RANKS
-    words = [__file__, *words, "--be", name, "--socket"]
-    alone = [args.peers_python if name == "torch" else sys.executable, *words]
-    launch = alone if ranks == 1 else Mpi(args.mpiexec).command(ranks, words)
-    return Team(name, ranks, lambda path: [[*launch, path]])
+def compare(args: argparse.Namespace, title: str, names: list[str]) -> None:
+    """Let implementations take turns, and print their table, with ratios to the first."""
+    from mpizero._util.numbers import Measurement
 
-
-def measure(args: argparse.Namespace, part: str) -> dict[str, list[float]]:
-    """Run the comparison ``part``; return for each implementation the seconds of one update or step in each round."""
-    names = {"sum": (OURS, *COLLECTIVES, *STREAMS), "kernel": (KERNEL, KERNEL_STREAM, TORCH)}[part]
-    with contextlib.ExitStack() as stack:
-        own = stack.enter_context(team(args, part))
-        teams = dict.fromkeys(names, own)
-        if part == "kernel":
-            if not has_module(args.peers_python, "torch"):
-                tell(f"{args.peers_python} has no PyTorch: name another with --peers-python")
-                del teams[TORCH]
-            else:
-                teams[TORCH] = stack.enter_context(team(args, "torch"))
-        return alternate(
-            args.rounds, list(teams), lambda name: max(teams[name].ask("turn", case=name, warmup=2, steps=args.repeat))
+    words = ["--parameters", str(args.parameters), "--be"]
+    with ExitStack() as stack:
+        if names[0] == OURS:
+            teams = dict.fromkeys(names, stack.enter_context(team_of(__file__, args.mpiexec, RANKS, *words, "sum")))
+        else:
+            pythons = {KERNEL: sys.executable, TORCH: args.peers_python}
+            starts = {name: team_of_processes(name, 1, pythons[name], [__file__, *words, name], {}) for name in names}
+            teams = {name: stack.enter_context(team) for name, team in starts.items()}
+        seconds = alternate(
+            args.rounds, names, lambda name: max(teams[name].ask("turn", case=name, warmup=2, steps=args.repeat))
         )
-
-
-def report(part: str, seconds: dict[str, list[float]], parameters: int) -> str:
-    """Format the result of :func:`measure` for the comparison ``part`` as a table."""
-    base = {"sum": OURS, "kernel": KERNEL}[part]
-    per_rank = parameters / (RANKS if part == "sum" else 1)
-    touched = {"sum": TOUCHED, "kernel": TOUCHED_ALONE}[part]
-    title = {
-        "sum": f"gradient sum, AdamW, parameters ready: {parameters:,} float32 parameters, {RANKS} ranks",
-        "kernel": f"AdamW alone: {parameters:,} float32 parameters, one process",
-    }[part]
-    rows = []
-    for name, values in seconds.items():
-        middle = Measurement.of(values).median
-        rate = f"{4e-9 * touched[name] * per_rank / middle:.1f}" if name in touched else ""
-        rows.append((name, f"{1e3 * middle:.2f}", rate, Measurement.of_ratios(values, seconds[base])))
-    return f"\n{title}\n" + aligned(("", "ms", "GB/s a rank", f"time over {base}"), rows)
+    rows = [
+        (name, f"{1e3 * Measurement.of(values).median:.2f}", Measurement.of_ratios(values, seconds[names[0]]))
+        for name, values in seconds.items()
+    ]
+    print(f"\n{title}\n" + aligned(("", "ms", f"time over {names[0]}"), rows))
 
 
 def main() -> None:
-    """Run the chosen comparisons, and print their tables or one JSON document."""
+    """Run both comparisons, and print their tables."""
     args = arguments()
     if args.be:
         worker(args)
         return
-    found = {part: measure(args, part) for part in args.parts}
-    if args.json:
-        print(json.dumps({"parameters": args.parameters, "seconds": found}))
-    else:
-        print("\n".join(report(part, seconds, args.parameters) for part, seconds in found.items()))
+    size = f"{args.parameters:,} float32 parameters"
+    compare(args, f"gradient sum, AdamW, parameters ready: {size}, {RANKS} ranks", [OURS, *COLLECTIVES])
+    names = [KERNEL, *[TORCH] * has_module(args.peers_python, "torch")]
+    if TORCH not in names:
+        tell(f"{args.peers_python} has no PyTorch: name another with --peers-python")
+    compare(args, f"AdamW alone: {size}, one process", names)
 
 
 if __name__ == "__main__":

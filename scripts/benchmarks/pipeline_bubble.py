@@ -14,12 +14,10 @@ or if the share of a zero-bubble schedule is not below that of 1F1B. No other pr
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 import numpy as np
 from harness.jobs import answer, ranks_of
-from harness.options import chosen, parser
+from harness.options import parser, positive
 from harness.tables import aligned
 
 from mpizero.train.machine import described
@@ -36,27 +34,20 @@ from mpizero.train.machine import described
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zero_bubble_v": 1}
 #: By how much the measured idle share may exceed the simulated one.
 MARGIN = 0.03
-VOCABULARY = 256
+#: Stages, micro-batches of a step and sequences of each; heads, tokens of a sequence and their kinds.
+RANKS, MICRO_BATCHES, MICRO_BATCH, HEADS, SEQUENCE, VOCABULARY = 2, 8, 4, 4, 128, 256
+WARM_UP = 2
 Row = dict[str, Any]
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    options = parser(__doc__, mpiexec=True, json=True)
-    options.add_argument("--ranks", type=int, default=2, help="stages")
-    options.add_argument("--dim", type=int, default=256)
-    options.add_argument("--layers", type=int, default=6)
-    options.add_argument("--heads", type=int, default=4)
-    options.add_argument("--sequence", type=int, default=128, help="tokens a sequence")
-    options.add_argument("--micro-batches", type=int, default=8)
-    options.add_argument("--micro-batch", type=int, default=4, help="sequences of one")
-    options.add_argument("--steps", type=int, default=5, help="measured steps of one run")
-    options.add_argument("--warmup", type=int, default=2, help="steps before them")
-    options.add_argument("--runs", type=int, default=5)
-    options.add_argument("--schedules", default=",".join(SCHEDULES), help="default: %(default)s")
-    args = options.parse_args()
-    args.schedules = chosen("--schedules", args.schedules, SCHEDULES)
-    return args
+    options = parser(__doc__, mpiexec=True)
+    options.add_argument("--dim", type=positive, default=256)
+    options.add_argument("--layers", type=positive, default=6)
+    options.add_argument("--steps", type=positive, default=5, help="measured steps of one run")
+    options.add_argument("--runs", type=positive, default=5)
+    return options.parse_args()
 
 
 class Probe:
@@ -97,43 +88,36 @@ class Probe:
 
 
 def measured(args: argparse.Namespace, schedule: str) -> Row:
-    """Train some steps with one schedule, and return medians over the steps. Collective over all ranks.
-
-    The keys are "idle" (idle share of each stage), "costs" (seconds of an instruction, by "kind chunk") and "seconds"
-    (of a step).
-    """
+    """Train some steps with one schedule; return idle shares, measured and simulated. Collective over all ranks."""
     from mpi4py import MPI
 
     import mpizero as mz
 
     world = MPI.COMM_WORLD
-    gpt = mz.nn.GPT(args.dim, args.layers, args.heads, args.sequence, VOCABULARY)
-    samples = args.micro_batches * args.micro_batch
-    text = np.random.default_rng(0).integers(0, VOCABULARY, (samples, args.sequence + 1))
-    with mz.ShardingConfig(comm=world, micro_batch=args.micro_batch, threads=1) as config:
-        ways = {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
-        model = mz.PipelineParallelModel(gpt, config, **ways, optimizer=mz.AdamW(lr=1e-4))
-        with model:
-            probe = Probe(model._engine.runner, world)
-            seconds = []
-            for step in range(args.warmup + args.steps):
-                if step == args.warmup:
-                    probe.clear()
-                started = time.perf_counter()
-                model.train(text[:, :-1], text[:, 1:])
-                seconds.append(time.perf_counter() - started)
-            mine = {key: statistics.median(values) for key, values in probe.seconds.items()}
-            everyone = world.allgather((statistics.median(probe.idle), mine))
-            costs = {f"{kind} {chunk}": value for _, part in everyone for (kind, chunk), value in part.items()}
-            idle = [share for share, _ in everyone]
-            return {"idle": idle, "costs": costs, "seconds": statistics.median(seconds[args.warmup :])}
+    gpt = mz.nn.GPT(args.dim, args.layers, HEADS, SEQUENCE, VOCABULARY)
+    text = np.random.default_rng(0).integers(0, VOCABULARY, (MICRO_BATCHES * MICRO_BATCH, SEQUENCE + 1))
+    ways = {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+    with (
+        mz.ShardingConfig(comm=world, micro_batch=MICRO_BATCH, threads=1) as config,
+        mz.PipelineParallelModel(gpt, config, **ways, optimizer=mz.AdamW(lr=1e-4)) as model,
+    ):
+        probe = Probe(model._engine.runner, world)
+        for step in range(WARM_UP + args.steps):
+            if step == WARM_UP:
+                probe.clear()
+            model.train(text[:, :-1], text[:, 1:])
+        mine = {key: statistics.median(values) for key, values in probe.seconds.items()}
+        everyone = world.allgather((statistics.median(probe.idle), mine))
+        costs = {f"{kind} {chunk}": value for _, part in everyone for (kind, chunk), value in part.items()}
+        idle = statistics.fmean(share for share, _ in everyone)
+        return {"schedule": schedule, "measured": idle, "simulated": simulated(schedule, costs)}
 
 
-def simulated(args: argparse.Namespace, schedule: str, costs: dict[str, float]) -> list[float]:
-    """Simulate the schedule with the measured ``costs``, and return the idle share of every stage."""
+def simulated(schedule: str, costs: dict[str, float]) -> float:
+    """Simulate the schedule with the measured seconds of instructions, and return the idle share, mean over stages."""
     from mpizero.layout import Costs, build_schedule, simulate
 
-    built = build_schedule(schedule, args.ranks, args.micro_batches, SCHEDULES[schedule])
+    built = build_schedule(schedule, RANKS, MICRO_BATCHES, SCHEDULES[schedule])
     halves = []
     for chunk in range(built.chunks):
         whole = costs.get(f"backward {chunk}", 0.0)
@@ -141,39 +125,7 @@ def simulated(args: argparse.Namespace, schedule: str, costs: dict[str, float]) 
         halves.append((inputs, costs.get(f"backward_weights {chunk}", whole - inputs)))
     forward = [costs[f"forward {chunk}"] for chunk in range(built.chunks)]
     told = Costs(tuple(forward), tuple(i for i, _ in halves), tuple(w for _, w in halves))
-    return list(simulate(built, told).idle)
-
-
-def worker(args: argparse.Namespace) -> None:
-    """Run as one rank: train with all schedules in all runs; rank 0 prints the results as JSON."""
-    from mpi4py import MPI
-
-    rows = []
-    for _ in range(args.runs):
-        for schedule in args.schedules:
-            row = measured(args, schedule)
-            rows.append({"schedule": schedule, "simulated": simulated(args, schedule, row["costs"]), **row})
-    if MPI.COMM_WORLD.rank == 0:
-        answer(rows)
-
-
-def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return medians over all runs by schedule.
-
-    The keys of each are "measured" and "simulated" (idle shares, means over stages), "stages" (the measured idle share
-    of each stage), "milliseconds" (of a step) and "costs" (milliseconds of an instruction, by "kind chunk").
-    """
-    found: dict[str, Row] = {}
-    for schedule in dict.fromkeys(row["schedule"] for row in rows):
-        mine = [row for row in rows if row["schedule"] == schedule]
-        found[schedule] = {
-            "measured": statistics.median(statistics.fmean(row["idle"]) for row in mine),
-            "simulated": statistics.median(statistics.fmean(row["simulated"]) for row in mine),
-            "stages": [statistics.median(row["idle"][stage] for row in mine) for stage in range(len(mine[0]["idle"]))],
-            "milliseconds": 1e3 * statistics.median(row["seconds"] for row in mine),
-            "costs": {key: 1e3 * statistics.median(row["costs"][key] for row in mine) for key in mine[0]["costs"]},
-        }
-    return found
+    return statistics.fmean(simulate(built, told).idle)
 
 
 def complaints(found: dict[str, Row]) -> list[str]:
@@ -183,46 +135,35 @@ def complaints(found: dict[str, Row]) -> list[str]:
         for schedule, row in found.items()
         if row["measured"] > row["simulated"] + MARGIN
     ]
-    plain = found.get("1f1b")
+    plain = found["1f1b"]
     for schedule in ("zero_bubble", "zero_bubble_v"):
-        if plain and schedule in found and found[schedule]["measured"] >= plain["measured"]:
+        if found[schedule]["measured"] >= plain["measured"]:
             wrong.append(f"{schedule} waits {found[schedule]['measured']:.1%}, 1f1b {plain['measured']:.1%}")
     return wrong
 
 
-def print_table(args: argparse.Namespace, found: dict[str, Row]) -> None:
-    """Print one line for each schedule: idle shares, and the times of its chunks."""
-    print(
-        f"{args.ranks} ranks on {described()}, "
-        f"{args.micro_batches} micro-batches of {args.micro_batch} x {args.sequence} tokens, "
-        f"dim {args.dim}, {args.layers} layers; medians of {args.runs} runs of {args.steps} steps\n"
-    )
-    kinds = {"forward": "F", "backward_input": "B", "backward_weights": "W", "backward": "B+W"}
-    rows = []
-    for schedule, row in found.items():
-        chunks: dict[str, list[str]] = defaultdict(list)
-        for key in sorted(row["costs"], key=lambda key: list(kinds).index(key.split()[0])):
-            kind, chunk = key.split()
-            chunks[chunk].append(f"{kinds[kind]} {row['costs'][key]:.1f}")
-        told = "; ".join(f"{chunk}: {', '.join(chunks[chunk])}" for chunk in sorted(chunks, key=int))
-        stages = ", ".join(f"{share:.1%}" for share in row["stages"])
-        figures = (f"{row['simulated']:.1%}", f"{row['measured']:.1%}", stages, f"{row['milliseconds']:.1f}")
-        rows.append((schedule, *figures, told))
-    print(aligned(("schedule", "simulated", "measured", "by stage", "ms/step", "ms by chunk: F, B, W"), rows))
-
-
 def main() -> None:
-    """Measure and simulate all schedules, and print the comparison."""
+    """Run as a rank, or measure and simulate all schedules, and print the comparison."""
     args = arguments()
     if args.be:
-        worker(args)
+        rows = [measured(args, schedule) for _ in range(args.runs) for schedule in SCHEDULES]
+        answer(rows)
         return
-    found = summary(ranks_of(__file__, args.mpiexec, args.ranks, *sys.argv[1:], "--be", "rank"))
+    rows = ranks_of(__file__, args.mpiexec, RANKS, *sys.argv[1:], "--be", "rank")
+    found = {
+        name: {
+            share: statistics.median(row[share] for row in rows if row["schedule"] == name)
+            for share in ("simulated", "measured")
+        }
+        for name in SCHEDULES
+    }
+    print(
+        f"{RANKS} ranks on {described()}, {MICRO_BATCHES} micro-batches of {MICRO_BATCH} x {SEQUENCE} tokens, "
+        f"dim {args.dim}, {args.layers} layers; medians of {args.runs} runs of {args.steps} steps\n"
+    )
+    shares = [(name, *(f"{share:.1%}" for share in row.values())) for name, row in found.items()]
+    print(aligned(("schedule", "simulated", "measured"), shares))
     wrong = complaints(found)
-    if args.json:
-        print(json.dumps({"schedules": found, "wrong": wrong}, indent=1))
-    else:
-        print_table(args, found)
     sys.exit("\n" + "\n".join(wrong) if wrong else 0)
 
 

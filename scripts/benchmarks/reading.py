@@ -7,7 +7,6 @@ For samples of 4 and 64 KiB, contiguous and in gzip chunks of 64 samples, one pr
 ``copy``        the same from `cached`, which is filled meanwhile; of contiguous files the page cache is the copy
 ``second``      the next epoch from the full copy
 ``blocks``      `BlockShuffledSource` of 16 blocks of 64 samples, in the order of an epoch
-``memory``      new memory for all samples, written once: less than what any copy takes
 ``loader``      PyTorch's DataLoader with one worker, which reads one sample after the other by h5py (if torch is there)
 
 The page cache forgets the file before each measurement but ``second``. A contender that has not read the file in
@@ -17,7 +16,6 @@ fill most of the copy. Rates are bytes of samples over time; ratios are to ``seq
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -46,29 +44,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {"contiguous": {}, "gzip": {"compression": 
 
 def main() -> None:
     """Measure every size and layout, and print the tables."""
-    made = parser(__doc__ or "", rounds=5, json=True)
+    made = parser(__doc__, rounds=5)
     made.add_argument("--samples", type=int, default=20_000, help="(default: %(default)s)")
     made.add_argument("--kib", type=int, nargs="+", default=[4, 64], help="sizes of a sample (default: 4 64)")
-    made.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS, help="(default: all)")
     made.add_argument("--seconds", type=float, default=10.0, help="longest measurement (default: %(default)s)")
     made.add_argument("--folder", help="where the files are made (default: the folder for temporary files)")
     options = made.parse_args()
     with mz.ShardingConfig(comm="self") as config:  # loads the kernel that shuffles
         next(mz.data.batches(mz.data.ArraySource(np.zeros(2), np.zeros(2)), config, 1))
-    found = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for kib in options.kib:
-            for layout in options.layouts:
+            for layout, storage in LAYOUTS.items():
                 path = Path(folder) / f"{layout}-{kib}.h5"
-                write(path, options.samples, kib * 256, LAYOUTS[layout])
-                found[f"{kib} KiB, {layout}"] = measure(path, options.rounds, options.seconds)
+                write(path, options.samples, kib * 256, storage)
+                rates = measure(path, options.rounds, options.seconds)
                 path.unlink()
-                if not options.json:
-                    show(f"{kib} KiB, {layout}", found[f"{kib} KiB, {layout}"])
-    if options.json:
-        told = {name: {who: rate.rounded(1) for who, (rate, _) in rows.items()} for name, rows in found.items()}
-        ratios = {name: {who: ratio.rounded(3) for who, (_, ratio) in rows.items()} for name, rows in found.items()}
-        json.dump({"MiB/s": told, "ratio to sequential": ratios}, sys.stdout)
+                base = rates["sequential"]
+                lines = [(name, Measurement.of(r).text(0), Measurement.of_ratios(r, base)) for name, r in rates.items()]
+                print("\n" + aligned((f"{kib} KiB, {layout}", "MiB/s", "of sequential"), lines), flush=True)
 
 
 def write(path: Path, samples: int, floats: int, storage: dict[str, Any]) -> None:
@@ -90,8 +83,8 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(path: Path, rounds: int, seconds: float) -> dict[str, tuple[Measurement, Measurement]]:
-    """Return, by contender, its rate in MiB/s and the ratio of its rate to that of sequential reads."""
+def measure(path: Path, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Return, by contender, its rates in MiB/s, one of each round."""
     second: list[float] = []
 
     def one(name: str) -> float:
@@ -108,12 +101,8 @@ def measure(path: Path, rounds: int, seconds: float) -> dict[str, tuple[Measurem
         forget(path)
         return timed(CONTENDERS[name](path), seconds)
 
-    names = ["sequential", "shuffled", "copy", "blocks", "memory"] + (["loader"] if find_spec("torch") else [])
-    rates = alternate(rounds, names, one)
-    rates["second"] = second
-    return {
-        name: (Measurement.of(rates[name]), Measurement.of_ratios(rates[name], rates["sequential"])) for name in rates
-    }
+    names = ["sequential", "shuffled", "copy", "blocks"] + (["loader"] if find_spec("torch") else [])
+    return alternate(rounds, names, one) | {"second": second}
 
 
 def timed(batches: Iterator[Any], seconds: float, start: float | None = None) -> float:
@@ -147,17 +136,6 @@ def epoch(source: mz.data.Source, config: mz.ShardingConfig, number: int = 0) ->
     yield from mz.data.batches(source, config, BATCH, steps=steps, consumed=number * len(source))
 
 
-def memory(path: Path) -> Iterator[Any]:
-    """Yield new memory for all samples, written once."""
-    with h5py.File(path, locking=False) as file:
-        samples = np.zeros(file["x"].shape, "f4")
-    part = np.ones_like(samples[:BATCH])
-    for start in range(0, len(samples), BATCH):
-        found = samples[start : start + BATCH]
-        found[...] = part[: len(found)]
-        yield found, None
-
-
 def loader(path: Path) -> Iterator[Any]:
     """Yield all samples from PyTorch's DataLoader with one worker."""
     import torch
@@ -180,15 +158,8 @@ CONTENDERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     "sequential": sequential,
     "shuffled": shuffled,
     "blocks": partial(shuffled, block=CHUNK),
-    "memory": memory,
     "loader": loader,
 }
-
-
-def show(title: str, rows: dict[str, tuple[Measurement, Measurement]]) -> None:
-    """Print the table of one file."""
-    lines = [(name, rate.text(0), ratio) for name, (rate, ratio) in rows.items()]
-    print("\n" + aligned((title, "MiB/s", "of sequential"), lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import json
 import statistics
 import sys
 import tempfile
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +35,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the library of t
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where `harness` is
 
 from harness.jobs import Mpi, well
-from harness.options import parser
+from harness.options import parser, positive
 from harness.tables import aligned
-from harness.turns import Team, alternate, serve, team_of, tell
+from harness.turns import Team, serve, team_of, teams_in_turns, tell
 
 from mpizero._util.numbers import Measurement
 
 CONFIG = Path(__file__).resolve().parent / "growing" / "small.toml"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+#: Numbers of ranks of "model"; on the first, one, factors are fitted.
+RANKS = (1, 2)
 #: In "model", sequences of a rank in a step, and of a grain; in "growth", sequences and tokens of each in a step.
 BATCH, GRAIN, TOKENS = 8, 4, (4, 128)
 #: In "bytes", settings of the model, and the layouts: number of ranks, and sizes of the axes; the others are replicas.
@@ -57,27 +59,13 @@ def arguments() -> argparse.Namespace:
     options = parser(__doc__, rounds=7, mpiexec=True)
     options.add_argument("part", choices=("model", "bytes", "growth"))
     options.add_argument("--machine", type=Path, metavar="FILE", help="of `mpizero bench machine`, for model")
-    options.add_argument("--steps", type=int, default=5, help="timed steps of one turn")
-    options.add_argument("--ranks", default="1,2", help="for model (default: %(default)s)")
-    options.add_argument("--dim", type=int, default=256, help="width of growth's models (default: %(default)s)")
+    options.add_argument("--steps", type=positive, default=5, help="timed steps of one turn")
+    options.add_argument("--dim", type=positive, default=256, help="width of growth's models (default: %(default)s)")
     options.add_argument(
-        "--sizes", default="4,8,16,32,64", help="million parameters, for growth (default: %(default)s)"
+        "--sizes", type=positive, nargs="+", default=[4, 8, 16, 32, 64], help="million parameters, for growth"
     )
     options.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
-    args = options.parse_args()
-    for name in ("rounds", "steps", "dim"):
-        if getattr(args, name) < 1:
-            options.error(f"--{name} {getattr(args, name)}: must be at least 1")
-    try:
-        args.ranks, args.sizes = ([int(n) for n in text.split(",")] for text in (args.ranks, args.sizes))
-    except ValueError as error:
-        options.error(f"--ranks and --sizes take whole numbers and commas: {error}")
-    if min(*args.ranks, *args.sizes) < 1 or args.ranks[0] != 1:
-        options.error("--ranks must begin with 1, where factors are fitted; --ranks and --sizes must be at least 1")
-    return args
-
-
-# ---------------------------------------------------------------------- processes that train
+    return options.parse_args()
 
 
 def be_one(args: argparse.Namespace) -> None:
@@ -102,17 +90,10 @@ def measure(
 
     Return by name the seconds of a step in each round, and by name the number of parameters.
     """
-    with ExitStack() as stack:
-        teams: dict[str, Team] = {}
-        for name, (strategy, shape) in trainings.items():
-            tell(f"{name} starts")
-            teams[name] = stack.enter_context(team(args, name, strategy, shape))
-        parameters = {name: each.ask("prepare")[0]["parameters"] for name, each in teams.items()}
-
-        def turn(name: str) -> float:
-            return max(teams[name].ask("turn", warmup=2, steps=args.steps)) / args.steps
-
-        return alternate(args.rounds, list(teams), turn), parameters
+    starts = {name: partial(team, args, name, *training) for name, training in trainings.items()}
+    seconds, said = teams_in_turns(args.rounds, starts, warmup=2, steps=args.steps)
+    per_step = {name: [one / args.steps for one in values] for name, values in seconds.items()}
+    return per_step, {name: one["parameters"] for name, one in said.items()}
 
 
 # ---------------------------------------------------------------------- the model of time
@@ -134,11 +115,11 @@ def check_model(args: argparse.Namespace) -> None:
         if not args.machine:
             tell("the machine is measured")
             words = ["-m", "mpizero", "bench", "machine", CONFIG, "--file-bytes", "0", "--output", machine]
-            well(Mpi(args.mpiexec).command(max(args.ranks), words))
+            well(Mpi(args.mpiexec).command(max(RANKS), words))
         shape = {"dim": 256, "layers": 4, "heads": 4, "sequence": 128, "vocabulary": 256, "batch": BATCH}
         trainings = {
             f"{strategy} on {ranks}": (strategy, {**shape, "ranks": ranks, "grain": GRAIN})
-            for ranks in args.ranks
+            for ranks in RANKS
             for strategy in STRATEGIES
         }
         plans = {name: expected(machine, shape["ranks"], strategy) for name, (strategy, shape) in trainings.items()}

@@ -13,12 +13,9 @@ mpizero and PyTorch compute them by PyTorch, so the ratio is what mpizero adds. 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +23,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 
 import numpy as np
-from harness.jobs import Mpi, environment_of
 from harness.options import chosen, parser, positive
 from harness.tables import aligned
-from harness.turns import Team, alternate, has_module, serve, tell, timed
+from harness.turns import Team, has_module, serve, team_of, team_of_processes, teams_in_turns, timed
 
 OURS = ("mpizero", "mpizero called", "mpizero in 8 grains")
 TORCH = ("torch", "torch.compile", "torch-ddp")
 ALONE = ("torch", "torch.compile", "jax.jit")
-RATE = 1e-3
+WIDTH, RATE = 64, 1e-3
 #: Samples of a rank, by the network.
 BATCHES = {"mlp": 256, "physics_informed": 2048, "neural_operator": 32}
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
@@ -43,10 +39,9 @@ Step = Callable[[], Any]
 
 def arguments() -> argparse.Namespace:
     """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=15, mpiexec=True, json=True)
+    options = parser(__doc__, rounds=15, mpiexec=True)
     options.add_argument("--ranks", type=positive, default=1, help="(default: %(default)s)")
     options.add_argument("--network", choices=BATCHES, default="mlp", help="(default: %(default)s)")
-    options.add_argument("--width", type=positive, default=64, help="of a hidden layer (default: %(default)s)")
     batches = ", ".join(f"{name}: {size}" for name, size in BATCHES.items())
     options.add_argument("--batch", type=positive, help=f"samples of a rank (default, by network: {batches})")
     options.add_argument("--steps", type=positive, default=300, help="timed steps of one turn (default: %(default)s)")
@@ -93,7 +88,7 @@ def ours(args: argparse.Namespace) -> tuple[Step, Step, int]:
 
     world, micro = MPI.COMM_WORLD, -(-args.batch // (8 if args.be == "mpizero in 8 grains" else 1))
     if args.network == "mlp":
-        net: Any = mz.nn.MLP(3, [args.width] * 3, 1, task="regression", activation="tanh")
+        net: Any = mz.nn.MLP(3, [WIDTH] * 3, 1, task="regression", activation="tanh")
         optimizer: Any = mz.AdamW(lr=RATE)
     else:
         from mpizero.adapters.torch import TorchModel
@@ -111,7 +106,7 @@ def torchs(args: argparse.Namespace) -> tuple[Step, Step, int]:
     torch.set_num_threads(1)
     rank, mean = int(os.environ["RANK"]), torch.nn.functional.mse_loss
     if args.network == "mlp":
-        net, loss_of, adam = mlp(args.width), mean, torch.optim.AdamW
+        net, loss_of, adam = mlp(), mean, torch.optim.AdamW
     else:
         make, total = example(args)
         net, loss_of, adam = make(), lambda found, target: total(found, target) / args.batch, torch.optim.Adam
@@ -132,13 +127,13 @@ def torchs(args: argparse.Namespace) -> tuple[Step, Step, int]:
     return step, torch.distributed.barrier if args.be == "torch-ddp" else lambda: None, rank
 
 
-def mlp(width: int) -> Any:
+def mlp() -> Any:
     """Return the MLP as a module of PyTorch."""
     from torch import nn
 
-    sizes = [3, *[width] * 3]
+    sizes = [3, *[WIDTH] * 3]
     layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
-    return nn.Sequential(*layers, nn.Linear(width, 1))
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
 
 def jaxs(args: argparse.Namespace) -> tuple[Step, Step, int]:
@@ -146,7 +141,7 @@ def jaxs(args: argparse.Namespace) -> tuple[Step, Step, int]:
     import jax
     import optax
 
-    sizes, optimizer = [3, *[args.width] * 3, 1], optax.adamw(RATE, weight_decay=0.01)
+    sizes, optimizer = [3, *[WIDTH] * 3, 1], optax.adamw(RATE, weight_decay=0.01)
     keys = jax.random.split(jax.random.PRNGKey(0), 4)
     made = zip(keys, sizes, sizes[1:], strict=False)
     layers = [(jax.random.normal(key, (a, b)) / a**0.5, jax.numpy.zeros(b)) for key, a, b in made]
@@ -174,48 +169,20 @@ def jaxs(args: argparse.Namespace) -> tuple[Step, Step, int]:
 def worker(args: argparse.Namespace) -> None:
     """Run as one rank of the contender ``args.be``, until the benchmark closes the connection."""
     step, barrier, rank = (ours if args.be in OURS else torchs if args.be in TORCH else jaxs)(args)
-
-    serve(args.socket, rank, {"turn": partial(timed, step, barrier)})
+    turn = partial(timed, step, barrier)
+    serve(args.socket, rank, {"prepare": lambda: turn(warmup=20, steps=args.steps), "turn": turn})
 
 
 def team(args: argparse.Namespace, name: str) -> Team:
     """Start the ranks of the contender ``name``."""
-    words = [__file__, "--ranks", str(args.ranks), "--width", str(args.width), "--batch", str(args.batch)]
-    words += ["--network", args.network, "--be", name, "--socket"]
-    environment = environment_of(1) | {"MPIZERO_REPLAY": "0" if name == "mpizero called" else "1"}
+    words = ["--ranks", str(args.ranks), "--batch", str(args.batch), "--steps", str(args.steps)]
+    words += ["--network", args.network, "--be", name]
     if name in OURS:
-        launch = Mpi(args.mpiexec).command(args.ranks, words)
-        return Team(name, args.ranks, lambda path: [[*launch, path]], environment)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(args.ranks)}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
+        replay = {"MPIZERO_REPLAY": "0" if name == "mpizero called" else "1"}
+        return team_of(__file__, args.mpiexec, args.ranks, *words, name=name, environment=replay)
     python = args.peers_python if name in TORCH else args.jax_python
-
-    def commands(path: str) -> Sequence[Sequence[str]]:
-        return [["env", f"RANK={rank}", python, *words, path] for rank in range(args.ranks)]
-
-    return Team(name, args.ranks, commands, environment)
-
-
-def measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the microseconds of a step of each contender, in every round."""
-    for name in args.contenders:
-        python, module = (args.peers_python, "torch") if name in TORCH else (args.jax_python, "optax")
-        if name not in OURS and not has_module(python, module):
-            sys.exit(f"{python} has no {module}, which {name!r} needs: name another interpreter, or leave it out")
-    with ExitStack() as stack:
-        teams = {}
-        for name in args.contenders:
-            tell(f"{name} starts")
-            teams[name] = stack.enter_context(team(args, name))
-            teams[name].ask("turn", warmup=20, steps=args.steps)
-        seconds = alternate(
-            args.rounds, args.contenders, lambda name: max(teams[name].ask("turn", warmup=10, steps=args.steps))
-        )
-    return {name: [1e6 * one / args.steps for one in values] for name, values in seconds.items()}
+    one_thread = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"}
+    return team_of_processes(name, args.ranks, python, [__file__, *words], one_thread)
 
 
 def main() -> None:
@@ -224,17 +191,19 @@ def main() -> None:
     if args.be:
         worker(args)
         return
-    found = measure(args)
-    if args.json:
-        print(json.dumps(found))
-        return
     from mpizero._util.numbers import Measurement
 
-    rows = []
-    for name, values in found.items():
-        ratio = Measurement.of_ratios(values, found[args.contenders[0]])
-        rows.append((name, Measurement.of(values).text(0), ratio))
-    print(aligned(("", "us a step", f"over {args.contenders[0]}"), rows))
+    for name in args.contenders:
+        python, module = (args.peers_python, "torch") if name in TORCH else (args.jax_python, "optax")
+        if name not in OURS and not has_module(python, module):
+            sys.exit(f"{python} has no {module}, which {name!r} needs: name another interpreter, or leave it out")
+    starts = {name: partial(team, args, name) for name in args.contenders}
+    seconds, _ = teams_in_turns(args.rounds, starts, warmup=10, steps=args.steps)
+    rows, first = [], args.contenders[0]
+    for name, values in seconds.items():
+        each = Measurement.of(values).text(0, 1e6 / args.steps)
+        rows.append((name, each, Measurement.of_ratios(values, seconds[first])))
+    print(aligned(("", "us a step", f"over {first}"), rows))
 
 
 if __name__ == "__main__":

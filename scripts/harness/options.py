@@ -14,11 +14,11 @@ def plain(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def parser(doc: str | None, *, rounds: int = 0, mpiexec: bool = False, json: bool = False) -> argparse.ArgumentParser:
+def parser(doc: str | None, *, rounds: int = 0, mpiexec: bool = False) -> argparse.ArgumentParser:
     """Return a parser with the options that several benchmarks have; ``doc`` is the description in its help.
 
-    ``rounds`` is the default of ``--rounds``; 0 leaves the option out. ``mpiexec`` and ``json`` say whether to add the
-    options of these names, and with ``mpiexec`` the hidden options of processes that the benchmark starts.
+    ``rounds`` is the default of ``--rounds``; 0 leaves the option out. ``mpiexec`` says whether to add the option of
+    this name, and the hidden options of processes that the benchmark starts.
     """
     made = plain(doc)
     if rounds:
@@ -27,8 +27,6 @@ def parser(doc: str | None, *, rounds: int = 0, mpiexec: bool = False, json: boo
         made.add_argument("--mpiexec", default=beside(sys.executable))
         made.add_argument("--be", help=argparse.SUPPRESS)
         made.add_argument("--socket", help=argparse.SUPPRESS)
-    if json:
-        made.add_argument("--json", action="store_true", help="print one JSON document instead of the tables")
     return made
 
 

@@ -36,15 +36,8 @@ class TeamError(SystemExit):
 def serve(path: str, rank: int, actions: Mapping[str, Callable[..., Any]]) -> None:
     """Run as one process of a team: call the functions that the benchmark asks for, until it closes the connection.
 
-    Parameters
-    ----------
-    path : str
-        Path of the benchmark's socket.
-    rank : int
-        Number of this process in its team.
-    actions : mapping of str to callable
-        The functions by the names that the benchmark uses. They are called with keyword arguments only, and must
-        return values that JSON can hold.
+    ``path`` is that of the benchmark's socket. The functions in ``actions``, by the names that the benchmark uses, are
+    called with keyword arguments only, and must return values that JSON can hold.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
@@ -63,25 +56,14 @@ def _say(stream: Any, value: Any) -> None:
 class Team:
     """Start the processes of one contender (a program that is compared), and call functions in them.
 
-    Parameters
-    ----------
-    name : str
-        Name of the contender in messages.
-    ranks : int
-        Number of processes that will connect to the socket; each must call :func:`serve`.
-    commands : callable
-        ``commands(path)`` returns the commands to start. ``path`` is the path of the socket.
-    environment : mapping
-        Environment variables of the commands, in addition to those of :func:`environment_of` for one thread.
+    ``commands(path)`` returns the commands to start; ``ranks`` processes must call :func:`serve` with this path, that
+    of a socket. ``environment`` has variables besides those of :func:`environment_of` for one thread.
     """
 
     def __init__(
-        self,
-        name: str,
-        ranks: int,
-        commands: Callable[[str], Sequence[Sequence[str]]],
+        self, name: str, ranks: int, commands: Callable[[str], Sequence[Sequence[str]]],
         environment: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="turns-")
         self._log = Path(self._folder.name) / "log"
@@ -117,13 +99,7 @@ class Team:
             self._streams[told["rank"]], self.pids[told["rank"]] = stream, told["pid"]
 
     def ask(self, do: str, **order: Any) -> list[Any]:
-        """Call the function ``do`` with the arguments ``order`` in all processes at once; return the results by rank.
-
-        Raises
-        ------
-        TeamError
-            If a process has ended or does not reply.
-        """
+        """Call the function ``do`` with ``order`` as arguments in all processes at once; return the results by rank."""
         replies = []
         try:
             for stream in self._streams.values():
@@ -165,6 +141,40 @@ def team_of(script: str, mpiexec: str, ranks: int, *words: str, name: str = "ran
     return Team(name, ranks, lambda path: [Mpi(mpiexec).command(ranks, [script, *words, "--socket", path])], **more)
 
 
+def team_of_processes(name: str, ranks: int, python: str, words: Sequence[str], environment: Mapping[str, str]) -> Team:
+    """Start a script as a team without MPI, with torchrun's variables of the environment, which PyTorch reads."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+
+    def commands(path: str) -> list[list[str]]:
+        numbers = [(f"RANK={rank}", f"LOCAL_RANK={rank}") for rank in range(ranks)]
+        return [["env", *number, python, *words, "--socket", path] for number in numbers]
+
+    return Team(name, ranks, commands, variables | dict(environment))
+
+
+def teams_in_turns(
+    rounds: int, starts: Mapping[str, Callable[[], Team]], warmup: int, steps: int
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Start a team for each name, ask it to "prepare", and let all take turns of ``steps`` steps after ``warmup``.
+
+    Return by name the seconds of a turn on the slowest rank, in each round, and what rank 0 has said when it prepared.
+    """
+    with contextlib.ExitStack() as stack:
+        teams, said = {}, {}
+        for name, start in starts.items():
+            tell(f"{name} starts")
+            teams[name] = stack.enter_context(start())
+            said[name] = teams[name].ask("prepare")[0]
+        seconds = alternate(
+            rounds, list(teams), lambda name: float(max(teams[name].ask("turn", warmup=warmup, steps=steps)))
+        )
+    return seconds, said
+
+
 def alternate(
     rounds: int, names: Sequence[K], measure: Callable[[K], T], *, warm_up: int = 0, quiet: bool = False
 ) -> dict[K, list[T]]:
@@ -200,6 +210,12 @@ def has_module(python: str, module: str, environment: Mapping[str, str] | None =
     """Tell whether an interpreter can import a module."""
     command, given = [python, "-c", f"import {module}"], environment_of() | dict(environment or {})
     return subprocess.run(command, env=given, capture_output=True, check=False).returncode == 0
+
+
+def bytes_sent() -> int:
+    """Return the bytes that this host's network interfaces have sent so far."""
+    files = (path / "statistics" / "tx_bytes" for path in Path("/sys/class/net").iterdir() if path.name != "lo")
+    return sum(int(file.read_text()) for file in files if file.exists())
 
 
 def tell(line: str) -> None:

@@ -18,53 +18,35 @@ Row = dict[str, Any]
 Evaluate = Callable[[Array], tuple[float, Array]]
 
 
-class Counted:
-    """Count what a minimization computes; remember the counts where the gradient first met each tolerance.
+class CountedObjective:
+    """Count calls of an objective; remember the counts where the gradient first met each tolerance.
 
     So everybody is judged by the same test, whatever its own is: the largest element of the (projected) gradient.
     """
 
-    def __init__(self, *kinds: str) -> None:
-        self.counts = dict.fromkeys(kinds, 0)
+    def __init__(self, objective: Objective, bounded: bool) -> None:
+        self.objective, self.bounds = objective, objective.bounds if bounded else (-np.inf, np.inf)
+        self.counts = {"evaluations": 0, "products": 0}
         self.met: dict[float, Row] = {}
         self.last: Row = {}
-        self.message = ""
 
-    def look(self, value: float, slope: Array, x: Array) -> None:
-        """Remember the counts if the gradient meets a tolerance that none before has met."""
-        norm = np.abs(slope).max()
-        for tolerance in TOLERANCES:
-            if norm <= tolerance and tolerance not in self.met:
-                self.met[tolerance] = {**self.counts, "value": value, "x": x.copy()}
-
-    def end(self, value: float, x: Array, message: str) -> None:
+    def end(self, value: float, x: Array) -> None:
         """Remember how the minimization has ended."""
-        self.last, self.message = {**self.counts, "value": value, "x": x}, message
+        self.last = {**self.counts, "value": value, "x": x}
 
     def row(self, tolerance: float) -> Row:
         """Return counts, value and point where a tolerance was met; those of the end if it never was."""
-        found = self.met.get(tolerance, self.last)
-        return {**found, "met": tolerance in self.met, "in all": self.counts, "message": self.message}
-
-
-class CountedObjective(Counted):
-    """Count calls of an objective."""
-
-    def __init__(self, objective: Objective, bounded: bool) -> None:
-        super().__init__("evaluations", "products", "values")
-        self.objective, self.bounds = objective, objective.bounds if bounded else (-np.inf, np.inf)
+        return {**self.met.get(tolerance, self.last), "met": tolerance in self.met}
 
     def evaluate(self, x: Array) -> tuple[float, Array]:
         """Return value and gradient."""
         self.counts["evaluations"] += 1
         value, slope = self.objective.evaluate(x)
-        self.look(value, projected(x, slope, self.bounds), x)
+        norm = np.abs(projected(x, slope, self.bounds)).max()
+        for tolerance in TOLERANCES:
+            if norm <= tolerance and tolerance not in self.met:
+                self.met[tolerance] = {**self.counts, "value": value, "x": x.copy()}
         return value, slope
-
-    def value(self, x: Array) -> float:
-        """Return the value alone."""
-        self.counts["values"] += 1
-        return self.objective.evaluate(x)[0]
 
     def product(self, x: Array, v: Array) -> Array:
         """Return a product with the Hessian."""
@@ -102,7 +84,7 @@ def by_mpizero(counted: CountedObjective, method: str, bounded: bool, exact: boo
     plain = mz.FunctionModel(start, loss_and_grad, product=product if exact else None)
     with mz.ShardingConfig(comm="self") as config, mz.ZeRO1Model(plain, config) as model:
         found = mz.minimize(model, method=method, options=options, **limits)
-        counted.end(found.fun, found.x, found.message)
+        counted.end(found.fun, found.x)
 
 
 def by_scipy(counted: CountedObjective, method: str, bounded: bool, exact: bool) -> None:
@@ -120,7 +102,7 @@ def by_scipy(counted: CountedObjective, method: str, bounded: bool, exact: bool)
     if exact:
         more["hessp"] = counted.product
     found = minimize(counted.evaluate, start, jac=True, method=method, options=options[method], **more)
-    counted.end(found.fun, found.x, found.message)
+    counted.end(found.fun, found.x)
 
 
 def by_tao(counted: CountedObjective, kind: str, bounded: bool, exact: bool) -> None:
@@ -140,7 +122,7 @@ def by_tao(counted: CountedObjective, kind: str, bounded: bool, exact: bool) -> 
     tao, x = PETSc.TAO().create(PETSc.COMM_SELF), PETSc.Vec().createSeq(size, comm=PETSc.COMM_SELF)
     x.setArray(counted.objective.start)
     tao.setType(kind)
-    tao.setObjective(lambda tao, x: counted.value(_array(x)))
+    tao.setObjective(lambda tao, x: counted.objective.evaluate(_array(x))[0])
     tao.setObjectiveGradient(evaluate, None)
     if exact:
         products = _Products(counted)
@@ -155,7 +137,7 @@ def by_tao(counted: CountedObjective, kind: str, bounded: bool, exact: bool) -> 
     tao.setTolerances(gatol=TOLERANCE, grtol=0.0, gttol=0.0)
     tao.setFromOptions()
     tao.solve(x)
-    counted.end(tao.getObjectiveValue(), np.array(x.getArray()), str(tao.getConvergedReason()))
+    counted.end(tao.getObjectiveValue(), np.array(x.getArray()))
 
 
 def history_for_tao(kind: str) -> list[str]:
@@ -220,5 +202,4 @@ def minimum(evaluate: Evaluate, x: Array, bounds: tuple[float, float] = (-np.inf
         ):
             break
         x = trial
-    value, slope = evaluate(x)
-    return {"value": value, "x": x, "least eigenvalue": least, "norm": float(np.abs(projected(x, slope, bounds)).max())}
+    return {"value": evaluate(x)[0], "x": x, "least eigenvalue": least}

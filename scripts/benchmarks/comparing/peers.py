@@ -167,17 +167,3 @@ CLASSES: dict[str, Callable[[dict[str, int]], Peer]] = {
     "torch-fsdp2": partial(Torch, fully_sharded, torch.optim.AdamW),
     **{f"deepspeed-zero{stage}": partial(DeepSpeed, stage) for stage in (1, 2, 3)},
 }
-
-
-class FusedAdamW:
-    """Run only PyTorch's fused AdamW, on one 1-D tensor of ``size`` elements."""
-
-    def __init__(self, size: int) -> None:
-        torch.set_num_threads(1)
-        self.weights = torch.nn.Parameter(torch.ones(size))
-        self.weights.grad = torch.full((size,), 1e-3)
-        self.optimizer = torch.optim.AdamW([self.weights], lr=RATE, fused=True)
-
-    def turn(self, warmup: int, steps: int) -> float:
-        """Update ``warmup`` times, then time ``steps`` updates; return the mean seconds of one."""
-        return timed(self.optimizer.step, lambda: None, warmup, steps) / steps

@@ -1,1 +1,1 @@
-"""Hold modules of scaling.py and scaling_page.py, which measure and plan how costs grow with model and ranks."""
+"""Hold what scaling.py and scaling_page.py measure and plan: how costs grow with model and ranks."""
