@@ -6,17 +6,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from drawings import bits_and_speed, checkpoint, grains, grid, pipeline, window, zero_stages
+from drawings import bits_and_speed, pipeline, ranks
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 DRAWINGS = {
     "bits_and_speed": bits_and_speed.draw,
-    "checkpoint": checkpoint.draw,
-    "grains": grains.draw,
-    "grid": grid.draw,
+    "checkpoint": ranks.checkpoint,
+    "grains": ranks.grains,
+    "grid": ranks.grid,
     "pipeline": pipeline.draw,
-    "window": window.draw,
-    "zero_stages": zero_stages.draw,
+    "window": ranks.window,
+    "zero_stages": ranks.zero_stages,
 }
 
 

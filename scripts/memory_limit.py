@@ -6,7 +6,7 @@
 With ``--volume`` the model is a U-Net, which is small, and each sample a cube of so many positions along each axis:
 ranks share its space, ``mz.Mesh(domain=...)``.
 
-Three trainings of one model run, all with FSDPModel (ZeRO-3) and ``share_node_memory=False``: on one process without a
+Three trainings of one model run, all with ZeRO-3 and ``share_node_memory=False``: on one process without a
 limit, on one process with the limit, and on --ranks processes with the same limit each. The limit is on the memory that
 a process allocates in addition to what it had before the model was made (RLIMIT_DATA: heap and private mappings); the
 operating system refuses more. The exit status is 0 if the one process with the limit ends with an error that says that
@@ -20,11 +20,14 @@ Python interpreter.
 from __future__ import annotations
 
 import argparse
+import itertools
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness.jobs import Ended, Mpi, answer, launchers, run
 from harness.options import plain
 from harness.tables import aligned
@@ -51,63 +54,59 @@ def parse() -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------- one rank
 
 
-def train(options: argparse.Namespace, width: int, layers: int, steps: int) -> dict[str, Any]:
-    """Train an MLP on all ranks, and return a JSON document. Collective over all ranks.
-
-    Its keys are "losses" (of each step, in hexadecimal), "sha256" (of the parameters), "parameters" (their number) and
-    "ranks": for each rank its memory in bytes ("counted" by the library, and the growth of "pss" and "rss").
-    """
-    import numpy as np
-    from mpi4py import MPI
-
-    import mpizero as mz
-    from mpizero.train.machine import peak_growth, proportional_growth
-
-    config = mz.ShardingConfig(comm=MPI.COMM_WORLD, micro_batch=options.samples // 4, share_node_memory=False)
-    net = mz.nn.MLP(width, (width,) * layers, CLASSES, activation="relu")
-    rng, comm = np.random.default_rng(0), config.communicator
-    x = rng.standard_normal((options.samples, width)).astype(np.float32)
-    y = rng.integers(0, CLASSES, options.samples)
-    mine = slice(comm.rank * len(x) // comm.size, (comm.rank + 1) * len(x) // comm.size)
-    adamw = mz.AdamW(lr=1e-4)
-    with peak_growth() as rss, proportional_growth(0.05) as pss, mz.FSDPModel(net, config, optimizer=adamw) as model:
-        losses = [model.train(x[mine], y[mine]).hex() for _ in range(steps)]
-        digest, count, counted = model.parameters_sha256(), model.parameter_count, model._engine.memory.peak_bytes
-    everyone = comm.allgather_object({"counted": counted, "pss": pss[0], "rss": rss[0]})
-    config.close()
-    return {"losses": losses, "sha256": digest, "parameters": count, "ranks": everyone}
-
-
 #: The cut of a cube by the number of ranks.
 CUTS = {1: (), 2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
 
 
-def train_volume(extent: int, steps: int) -> dict[str, Any]:
-    """Train a U-Net on cubes that all ranks share, and return a document as :func:`train` does. Collective."""
-    import numpy as np
+def train(options: argparse.Namespace, extent: int, width: int, layers: int, steps: int) -> dict[str, Any]:
+    """Train an MLP, or with ``--volume`` a U-Net on cubes that all ranks share. Collective over all ranks.
+
+    The keys of the result are "losses" (of each step, in hexadecimal), "sha256" (of the parameters), "parameters"
+    (their number) and "ranks": for each its memory in bytes ("counted" by the library, and the growth of "pss" and
+    "rss").
+    """
     from mpi4py import MPI
 
     import mpizero as mz
     from mpizero.train.machine import peak_growth, proportional_growth
 
-    space, cut = (extent,) * 3, CUTS[MPI.COMM_WORLD.Get_size()]
-    net = mz.nn.UNet(1, 1, axes=3, width=16, levels=3, groups=4, space=space)
-    config = mz.Config(micro_batch=1)
+    space = (extent,) * 3 if options.volume else ()
+    cut = CUTS[MPI.COMM_WORLD.Get_size()] if space else ()
+    if space:
+        net: Any = mz.nn.UNet(1, 1, axes=3, width=16, levels=3, groups=4, space=space)
+    else:
+        net = mz.nn.MLP(width, (width,) * layers, CLASSES, activation="relu")
+    config = mz.Config(micro_batch=1 if space else options.samples // 4)
     with (
         mz.Mesh(domain=cut, share_node_memory=False) as mesh,
         peak_growth() as rss,
         proportional_growth(0.05) as pss,
-        mz.distribute(net, mz.AdamW(lr=1e-3), "zero3", mesh=mesh, config=config) as model,
+        mz.distribute(net, mz.AdamW(lr=1e-3 if space else 1e-4), "zero3", mesh=mesh, config=config) as model,
     ):
-        axes = [np.arange(extent)[part] for part in (mesh.slab(space) if cut else (slice(None),) * 3)]
-        losses = []
-        for step in range(steps):
-            waves = [np.sin((0.1 + 0.03 * axis) * (at + step)) for axis, at in enumerate(axes)]
-            x = (waves[0][:, None, None] + waves[1][:, None] + waves[2])[None, ..., None].astype(np.float32)
-            losses.append(model.train(x, x * x).hex())
+        slab = mesh.slab(space) if cut else (slice(None),) * 3
+        made = waves(extent, slab) if space else samples(options, width, mesh.communicator)
+        losses = [model.train(*batch).hex() for batch in itertools.islice(made, steps)]
         digest, count, counted = model.parameters_sha256(), model.parameter_count, model._engine.memory.peak_bytes
         everyone = mesh.communicator.allgather_object({"counted": counted, "pss": pss[0], "rss": rss[0]})
     return {"losses": losses, "sha256": digest, "parameters": count, "ranks": everyone}
+
+
+def samples(options: argparse.Namespace, width: int, comm: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield this rank's part of the same samples in every step."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((options.samples, width)).astype(np.float32)
+    y = rng.integers(0, CLASSES, options.samples)
+    mine = slice(comm.rank * len(x) // comm.size, (comm.rank + 1) * len(x) // comm.size)
+    return itertools.repeat((x[mine], y[mine]))
+
+
+def waves(extent: int, slab: tuple[slice, ...]) -> Iterator[tuple[Any, Any]]:
+    """Yield this rank's part of the cube of each step: waves, and their squares."""
+    axes = [np.arange(extent)[part] for part in slab]
+    for step in itertools.count():
+        x, y, z = (np.sin((0.1 + 0.03 * axis) * (at + step)) for axis, at in enumerate(axes))
+        cube = (x[:, None, None] + y[:, None] + z)[None, ..., None].astype(np.float32)
+        yield cube, cube * cube
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -116,13 +115,10 @@ def worker(options: argparse.Namespace) -> None:
 
     from mpizero.train.machine import allocated
 
-    def trained(extent: int, width: int, layers: int, steps: int) -> dict[str, Any]:
-        return train_volume(extent, steps) if options.volume else train(options, width, layers, steps)
-
-    trained(8, 8, 1, 1)  # loads libraries and kernels before the limit is set
+    train(options, 8, 8, 1, 1)  # loads libraries and kernels before the limit is set
     if options.worker == "limited":
         resource.setrlimit(resource.RLIMIT_DATA, (allocated() + int(options.limit_mb * MB),) * 2)
-    found = trained(options.volume, options.width, options.layers, options.steps)
+    found = train(options, options.volume, options.width, options.layers, options.steps)
     if MPI.COMM_WORLD.Get_rank() == 0:
         answer(found)
 

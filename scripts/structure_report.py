@@ -1,15 +1,14 @@
-"""Print numbers about the structure of the sources: sizes of modules, levels and cycles of imports, modules of a step.
+"""Print numbers about the structure of the sources: sizes of modules, levels and cycles of imports.
 
-    python scripts/structure_report.py [FOLDER] [--json] [--static]
+    python scripts/structure_report.py [FOLDER] [--json]
 
 FOLDER is a checkout of mpizero of any version (default: this one). *Modules* are all but ``__init__``. *Lines of code*
 are without blank lines, comments and docstrings; *tokens* are without comments. *Fan-out* is the number of modules that
 a module imports. An *arrow upwards* is an import of a higher floor, by the table in the checkout's
 ``tests/test_structure.py``. A *room* of the engine's package is one of its sub-packages, or a module directly in it.
 *Levels* is the number of modules (or rooms) in the longest chain of imports, where all members of a cycle count.
-*Arrows* is the number of pairs in which one module (or room) imports the other. The figures of a step are those of
-``scripts/walk.py`` on 2 ranks; for them and for the modules that are loaded the checkout is run, unless ``--static`` is
-given.
+*Arrows* is the number of pairs in which one module (or room) imports the other. Nothing is run: ``scripts/walk.py`` has
+the modules of a step.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.jobs import ROOT, launchers, well
+from harness.jobs import ROOT
 from harness.options import plain
 
 Graph = dict[str, set[str]]
@@ -33,15 +32,6 @@ Graph = dict[str, set[str]]
 #: Tokens that are no code, or only its layout.
 NO_CODE = {tokenize.COMMENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.INDENT, tokenize.NEWLINE, tokenize.NL}
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-#: A program that prints how many modules are loaded to use the trainer.
-LOAD = """
-import sys
-import mpizero as mz
-mz.Trainer
-files = [getattr(module, "__file__", None) or "" for name, module in sys.modules.items() if name.startswith("mpizero.")]
-print(sum(not file.endswith("__init__.py") for file in files))
-"""
-WALK = Path(__file__).with_name("walk.py")
 
 
 class Sources:
@@ -199,20 +189,7 @@ def arrows(graph: Graph) -> int:
     return sum(map(len, graph.values()))
 
 
-def measured(root: Path) -> dict[str, Any]:
-    """Return the values of the checkout ``root`` for which its package is run: a step, and the modules loaded."""
-    own = {"cwd": root, "environment": {"PYTHONPATH": str(root)}}
-    step = well(launchers()[0].command(2, [WALK]), **own).answer["step"]
-    return {
-        "modules that a ZeRO-2 step passes": step["modules"],
-        "functions that it calls": step["functions"],
-        "its calls": step["calls"],
-        "its moves between modules": step["moves"],
-        "modules that mz.Trainer loads": int(well([sys.executable, "-c", LOAD], **own).out),
-    }
-
-
-def report(root: Path, *, static: bool = False) -> dict[str, Any]:
+def report(root: Path) -> dict[str, Any]:
     """Return all printed values for the checkout ``root``, by the text that is printed before each."""
     sources = Sources(root)
     runtime, typing, engine = sources.imports(), sources.imports(typing=True), sources.engine
@@ -254,7 +231,6 @@ def report(root: Path, *, static: bool = False) -> dict[str, Any]:
         "... of them in its package": sum(name.startswith(package) for name in runtime[engine]),
         "class names defined twice": len(twice),
         "the class names defined twice": twice,
-        **({} if static else measured(root)),
     }
 
 
@@ -267,12 +243,11 @@ def main() -> None:
     parser = plain(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT, help="a checkout")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--static", action="store_true", help="leave out what the checkout is run for")
     options = parser.parse_args()
     root = options.folder.resolve()
     if not (root / "mpizero").is_dir():
         parser.error(f"{root} has no folder mpizero")
-    figures = report(root, static=options.static)
+    figures = report(root)
     if options.json:
         print(json.dumps(figures, indent=2))
         return

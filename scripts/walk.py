@@ -1,10 +1,9 @@
 """Count the modules of mpizero that one ZeRO-2 step passes, and how often it goes from one module to another.
 
-    mpiexec -n 2 python scripts/walk.py [--ranks-per-node N] [--modules]
+    mpiexec -n 2 python scripts/walk.py [--modules]
 
-Rank 0 prints JSON: of ``distribute``, of the fourth step of training and of ``save_model``, the modules and functions
-that are called on rank 0, the calls, and the moves from one module to another. ``scripts/structure_report.py`` prints
-the figures of the step together with others; there and here another checkout on PYTHONPATH is measured as well.
+Rank 0 prints the modules and functions that the fourth step of a training calls on rank 0, the calls, and the moves
+from one module to another. Another checkout on PYTHONPATH is measured as well.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ from __future__ import annotations
 import collections
 import itertools
 import sys
-import tempfile
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from harness.jobs import answer
 from harness.options import plain
 
 
@@ -60,19 +56,8 @@ class Walk:
         return {"modules": len(self.modules()), "functions": functions, "calls": len(self.calls), "moves": moves}
 
 
-def walked(call: Callable[[], Any]) -> tuple[Any, Walk]:
-    """Return the result of a call, and what it passes."""
-    walk = Walk()
-    sys.setprofile(walk)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(None)
-    return result, walk
-
-
-def train(settings: dict[str, Any]) -> dict[str, Walk]:
-    """Return what ``distribute``, the fourth step and ``save_model`` of a small GPT pass on this rank."""
+def walked_step() -> Walk:
+    """Return what the fourth step of a small GPT passes on this rank."""
     import numpy as np
     from mpi4py import MPI
 
@@ -80,38 +65,30 @@ def train(settings: dict[str, Any]) -> dict[str, Walk]:
 
     world = MPI.COMM_WORLD
     text = np.random.default_rng(world.rank).integers(0, 255, (4, 17))
-    batch, gpt = (text[:, :-1], text[:, 1:]), mz.nn.GPT(dim=16, layers=2, heads=2, sequence=16)
-    with tempfile.TemporaryDirectory() as own, mz.ShardingConfig(**settings) as config:
-        folder = world.bcast(own)
+    gpt, config = mz.nn.GPT(dim=16, layers=2, heads=2, sequence=16), mz.Config(micro_batch=2)
+    with mz.distribute(gpt, mz.AdamW(lr=1e-3), "zero2", config=config) as model:
+        for _ in range(3):
+            model.train(text[:, :-1], text[:, 1:])
         world.Barrier()
-        made, begin = walked(lambda: mz.distribute(gpt, mz.AdamW(lr=1e-3), strategy="zero2", config=config))
-        with made as model:
-            for _ in range(3):
-                model.train(*batch)
-            world.Barrier()
-            _, step = walked(lambda: model.train(*batch))
-            world.Barrier()
-            _, save = walked(lambda: model.save_model(f"{folder}/saved"))
-        world.Barrier()  # rank 0 removes its folder when all have saved
-    return {"distribute": begin, "step": step, "save": save}
+        walk = Walk()
+        sys.setprofile(walk)
+        model.train(text[:, :-1], text[:, 1:])
+        sys.setprofile(None)
+    return walk
 
 
 def main() -> None:
-    """Print the figures as JSON on rank 0."""
+    """Print the figures on rank 0."""
     parser = plain(__doc__)
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="simulate nodes of N ranks")
-    parser.add_argument("--modules", action="store_true", help="print the modules of each, too, with their calls")
+    parser.add_argument("--modules", action="store_true", help="print the modules, too, with their calls")
     options = parser.parse_args()
-    nodes = {} if options.ranks_per_node is None else {"ranks_per_node": options.ranks_per_node}
-    walks = train({"micro_batch": 2} | nodes)
+    walk = walked_step()
     from mpi4py import MPI
 
-    if MPI.COMM_WORLD.rank:
-        return
-    if options.modules:
-        for name, walk in walks.items():
-            print(f"{name}: {', '.join(f'{module} {count}' for module, count in walk.modules().most_common())}")
-    answer({name: walk.figures() for name, walk in walks.items()})
+    if MPI.COMM_WORLD.rank == 0:
+        print(", ".join(f"{count} {name}" for name, count in walk.figures().items()))
+        if options.modules:
+            print(*(f"{module} {count}" for module, count in walk.modules().most_common()), sep="\n")
 
 
 if __name__ == "__main__":

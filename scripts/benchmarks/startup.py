@@ -20,6 +20,7 @@ from harness.options import parser
 from harness.tables import aligned
 from harness.turns import alternate
 
+#: Prints the seconds of an import.
 IMPORT = "import time; t = time.monotonic(); import mpizero; print(time.monotonic() - t)"
 
 

@@ -52,7 +52,8 @@ class Exchange:
 
     def __init__(self, gradient: Any, name: str) -> None:
         self.config = mz.ShardingConfig(comm=WORLD, micro_batch=1, **SETTINGS[name])
-        model = mz.FunctionModel({"w": np.zeros_like(gradient)}, lambda parameters, batch: (0.0, {"w": gradient}, 1.0))
+        _gradient = gradient  # the underscore says that it may differ between ranks
+        model = mz.FunctionModel({"w": np.zeros_like(gradient)}, lambda parameters, batch: (0.0, {"w": _gradient}, 1.0))
         self.model = mz.DDPModel(model, self.config)
         self.totals = self.model._engine.local_gradients(np.zeros((1, 1)), np.zeros(1))
 

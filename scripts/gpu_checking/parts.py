@@ -29,8 +29,6 @@ class Part(NamedTuple):
     gpu: bool = True
 
 
-#: Seconds that the packages may take to be installed from wheels.
-INSTALLING = 20
 PARTS = (
     Part("facts", "host.facts", 20, "GPU, driver, versions, CPU, memory, MPI, what `mpizero doctor` says", gpu=False),
     Part(

@@ -8,7 +8,7 @@ import io
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,10 +84,10 @@ def hidden(run: Path) -> list[str]:
     return sorted(name for name in os.listdir(run) if name.startswith("."))
 
 
-def problem_of_folder(run: Path, at_least: int) -> str:
+def problem_of_newest(run: Path, at_least: int, problem_of: Callable[[str], str]) -> str:
     """Return what is wrong with the newest checkpoint in ``run``, or "" if nothing is.
 
-    It must load with the values of saver.py, and be of step ``at_least`` or later.
+    It must be of step ``at_least`` or later, and ``problem_of(path)`` say nothing of it; none is as good as step 0.
     """
     passed: list[str] = []
     try:
@@ -97,13 +97,26 @@ def problem_of_folder(run: Path, at_least: int) -> str:
     step = checkpoint.step_of(newest) if newest else 0
     if passed:
         return f"a damaged checkpoint was committed: {passed}"
-    if newest is None or step is None or step < at_least:
-        return f"step {at_least} was acknowledged, the newest on disk is {newest}"
+    if step is None or step < at_least:
+        return f"step {at_least} was there before, the newest on disk is {newest}"
     try:
-        checkpoint.verify(newest)
-        return saver.problem_of(newest)
+        return "" if newest is None else problem_of(newest)
     except Exception as error:
         return f"{newest} does not load: {error}"
+
+
+def problem_of_folder(run: Path, at_least: int = 1) -> str:
+    """Return what is wrong with the newest checkpoint that saver.py has written into ``run``, or "" if nothing is.
+
+    It must load with the values of saver.py, be no older than the last save that has returned, and of step ``at_least``
+    or later.
+    """
+
+    def problem_of(newest: str) -> str:
+        checkpoint.verify(newest)
+        return saver.problem_of(newest)
+
+    return problem_of_newest(run, max(at_least, acknowledged(run)), problem_of)
 
 
 def problem_of_next_save(run: Path) -> str:

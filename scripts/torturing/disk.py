@@ -15,7 +15,7 @@ from harness.jobs import Ended, Job, run
 from harness.outcomes import Row
 
 from mpizero import checkpoint
-from torturing.cases import SAVER, Torture, acknowledged, hidden, prepare, problem_of_ending, problem_of_folder
+from torturing.cases import SAVER, Torture, hidden, prepare, problem_of_ending, problem_of_folder
 from torturing.training import Reference, after_step, checkpoints_of, newest_seen
 
 #: How often making a disk read-only is tried.
@@ -103,14 +103,8 @@ def read_only(torture: Torture, reference: Reference, how: str) -> None:
 
             remounts = text.startswith("Read-only")
             if remounts:
-                before = [
-                    "unshare",
-                    "-m",
-                    "bash",
-                    "-c",
-                    f'mount --bind {checkpoints} {checkpoints} && exec "$@"',
-                    "bind",
-                ]
+                bind = f'mount --bind {checkpoints} {checkpoints} && exec "$@"'
+                before = ["unshare", "-m", "bash", "-c", bind, "bind"]
             try:
                 ended = reference.run(
                     folder, how, after_step(folder, 3, remount if remounts else freeze), before=before
@@ -152,7 +146,7 @@ def two_jobs(torture: Torture, reference: Reference) -> None:
         program = [SAVER, run_folder, "12", "direct", "2", "0.02"]
         command = torture.mpis["first"].command(torture.options.ranks, program)
         problem, outcome = _both(lambda: run(command, torture.limit), "another run", "exists")
-        problem = problem or problem_of_folder(run_folder, acknowledged(run_folder))
+        problem = problem or problem_of_folder(run_folder)
         row.add(problem, outcome, "two that only save")
     with torture.case() as folder:
         problem, outcome = _both(lambda: reference.run(folder), "in use by")

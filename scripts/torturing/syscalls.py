@@ -7,7 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from harness.jobs import Ended, run
@@ -161,21 +161,37 @@ def chosen_calls(
         yield from ((victim, calls[int((k + start) * len(calls) / count)], every) for k in range(count))
 
 
+def disturbed(
+    torture: Torture, row: Row, how: str, victim: int, call: Call, effect: str, planted: str,
+    problem_of: Callable[[Ended, Path], str],
+) -> None:  # fmt: skip
+    """Save in a new job with ``effect`` at one system call of rank ``victim``, and add what becomes of it to ``row``.
+
+    Where strace cannot find the call, ``planted`` is the value of MPIZERO_FAULT that has the same effect.
+    """
+    with torture.case() as folder:
+        run_folder, variables = prepare(folder), {}
+        wrapper = wrapper_for(call, victim, folder, effect)
+        if not wrapper:
+            variables, wrapper = {"MPIZERO_FAULT": planted}, 'exec "$@"'
+        command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
+        ended = run(command, torture.limit, folder, environment=variables)
+        problem = problem_of(ended, run_folder)
+        outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
+        outcome += ", ended by the watchdog" if stuck_in_hdf5(ended) else ""
+        case = f"rank {victim}, {effect} at {call.name} {call.number} of {Path(call.path).name}"
+        row.add(problem or problem_of_next_save(run_folder), outcome, case)
+
+
 def kill_everywhere(torture: Torture, how: str, sample: int) -> None:
     """Kill one rank at each system call by which a save changes files, each time in a new job."""
     row = torture.table.row(f"killed at every system call, {how}")
+
+    def problem_of(ended: Ended, run_folder: Path) -> str:
+        return problem_of_ending(ended) or problem_of_folder(run_folder)
+
     for victim, call, calls in chosen_calls(torture, row, how, sample):
-        with torture.case() as folder:
-            run_folder, variables = prepare(folder), {}
-            wrapper = wrapper_for(call, victim, folder, "signal=KILL")
-            if not wrapper:
-                variables, wrapper = {"MPIZERO_FAULT": planted_for(call, calls, victim)}, 'exec "$@"'
-            command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
-            ended = run(command, torture.limit, folder, environment=variables)
-            problem = problem_of_ending(ended) or problem_of_folder(run_folder, max(1, acknowledged(run_folder)))
-            outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
-            case = f"rank {victim}, {call.name} {call.number} of {Path(call.path).name}"
-            row.add(problem or problem_of_next_save(run_folder), outcome, case)
+        disturbed(torture, row, how, victim, call, "signal=KILL", planted_for(call, calls, victim), problem_of)
 
 
 def refuse_everywhere(torture: Torture, how: str, sample: int) -> None:
@@ -187,17 +203,8 @@ def refuse_everywhere(torture: Torture, how: str, sample: int) -> None:
         return known and bool(wrapper_for(call, victim, Path(), ""))  # else one under another number is the same call
 
     for victim, call, _ in chosen_calls(torture, row, how, sample, can_fail):
-        error = ERRORS[call.name]
-        with torture.case() as folder:
-            run_folder = prepare(folder)
-            wrapper = wrapper_for(call, victim, folder, f"error={error}")
-            command = torture.mpi_of(how).command(torture.options.ranks, saving(run_folder, how), victim, wrapper)
-            ended = run(command, torture.limit, folder)
-            problem = problem_of_refusal(ended, run_folder, error)
-            outcome = "new one kept" if (run_folder / "step_00000002").exists() else "old one kept"
-            outcome += ", ended by the watchdog" if stuck_in_hdf5(ended) else ""
-            case = f"rank {victim}, {error} for {call.name} {call.number} of {Path(call.path).name}"
-            row.add(problem or problem_of_next_save(run_folder), outcome, case)
+        problem_of = partial(problem_of_refusal, ERRORS[call.name])
+        disturbed(torture, row, how, victim, call, f"error={ERRORS[call.name]}", "", problem_of)
 
 
 def stuck_in_hdf5(ended: Ended) -> bool:
@@ -205,7 +212,7 @@ def stuck_in_hdf5(ended: Ended) -> bool:
     return "stuck: hdf5 close" in ended.err and "state.h5" in ended.err
 
 
-def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
+def problem_of_refusal(error: str, ended: Ended, run_folder: Path) -> str:
     """Return what is wrong after a save in which a system call failed with ``error``; "" if nothing is.
 
     There must be one clear error, no temporary file, and a whole newest checkpoint. If the new checkpoint is written
@@ -221,7 +228,7 @@ def problem_of_refusal(ended: Ended, run_folder: Path, error: str) -> str:
         return f"not a clear error: {ended.err[-600:]}"
     if hidden(run_folder) and not stuck:
         return f"{hidden(run_folder)} stayed"
-    return problem_of_folder(run_folder, max(1, acknowledged(run_folder)))
+    return problem_of_folder(run_folder)
 
 
 def check_order(torture: Torture, how: str) -> None:

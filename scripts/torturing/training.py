@@ -15,8 +15,7 @@ import numpy as np
 from harness.jobs import Ended, Job, run
 
 from mpizero import checkpoint
-from mpizero.errors import CheckpointError
-from torturing.cases import Torture, hidden, problem_of_ending
+from torturing.cases import Torture, hidden, problem_of_ending, problem_of_newest
 
 #: Steps of a run, each with a checkpoint; most kills of one run before it is left to end.
 STEPS, KILLS = 45, 10
@@ -96,20 +95,12 @@ class Reference:
 
         It must be of step ``at_least`` or later, and have the same contents as in the uninterrupted run.
         """
-        passed: list[str] = []
-        try:
-            newest = checkpoint.latest(checkpoints, report=passed.append)
-        except CheckpointError as error:
-            return f"a checkpoint that cannot be opened was committed: {error}"
-        step = checkpoint.step_of(newest) if newest else 0
-        if passed:
-            return f"a damaged checkpoint was committed: {passed}"
-        if step is None or step < at_least:
-            return f"step {at_least} was there before, the newest is now {step}"
-        try:
-            return "" if newest is None or contents(newest) == self.hashes[step] else f"{newest} holds something else"
-        except Exception as error:
-            return f"{newest} does not load: {error}"
+
+        def problem_of(newest: str) -> str:
+            step = checkpoint.step_of(newest)
+            return "" if contents(newest) == self.hashes[step] else f"{newest} holds something else"
+
+        return problem_of_newest(checkpoints, at_least, problem_of)
 
 
 def checkpoints_of(folder: Path) -> Path:

@@ -26,7 +26,7 @@ SOURCES = {
 
 
 def figures(folder: Path) -> dict[str, object]:
-    command = [sys.executable, SCRIPT, folder, "--json", "--static"]
+    command = [sys.executable, SCRIPT, folder, "--json"]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 

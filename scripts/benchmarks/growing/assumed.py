@@ -15,32 +15,20 @@ ELEMENTS, LARGE = 10**9, 10**9
 
 @dataclass(frozen=True)
 class Assumed:
-    """Describe a cluster: the speed of its ranks, and of the one network link that all ranks of a node share.
-
-    Attributes
-    ----------
-    ranks_per_node, threads : int
-        Number of ranks on a node, and number of cores of each rank.
-    rate : float
-        Float32 operations a second of one rank's matrix products while all ranks compute.
-    memory : float
-        Bytes a second that one rank reads and writes in a pass over memory while all ranks do so.
-    link : float
-        Bytes a second that a node sends to other nodes, and the same number that it receives meanwhile.
-    inside : float
-        Bytes a second from one rank to another rank of its node.
-    latency : float
-        Seconds of the smallest message from one rank to another.
-    collective : float
-        Seconds of the smallest collective, and of a barrier.
-    """
+    """Describe a cluster: the speed of its ranks, and of the one network link that all ranks of a node share."""
 
     ranks_per_node: int = 8
+    #: Cores of each rank.
     threads: int = 24
+    #: Float32 operations a second of one rank's matrix products while all ranks compute.
     rate: float = 1.5e12
+    #: Bytes a second that one rank reads and writes in a pass over memory while all ranks do so.
     memory: float = 90e9
+    #: Bytes a second that a node sends to other nodes, and the same number that it receives meanwhile.
     link: float = 25e9
+    #: Bytes a second from one rank to another rank of its node.
     inside: float = 10e9
+    #: Seconds of the smallest message from one rank to another; of the smallest collective, and of a barrier.
     latency: float = 2e-6
     collective: float = 2e-5
 
