@@ -175,13 +175,7 @@ def ptx(kernel: Any, dtype: str) -> Callable[[tuple[int, int]], str]:
 
 
 def assembled(code: str, target: tuple[int, int]) -> str:
-    """Assemble PTX code to machine code, and return the report of ptxas.
-
-    Raises
-    ------
-    RuntimeError
-        If ptxas fails; the message is its report.
-    """
+    """Assemble PTX code to machine code, and return the report of ptxas; if it fails, that is the error's message."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx", encoding="utf-8") as file:

@@ -104,10 +104,7 @@ def functions(root: Path, folder: str) -> dict[str, list[tuple[Path, int, int]]]
 def planted(root: Path, mutant: Mutant) -> tuple[Path, str]:
     """Return the file that a mutant changes, and its changed text.
 
-    Raises
-    ------
-    CannotPlant
-        If not exactly one function of the mutant's name has the text to be changed exactly once.
+    Exactly one function of the mutant's name must have the text to be changed exactly once, or it cannot be planted.
     """
     places = functions(root, "mpizero").get(mutant.function, [])
     found = []
@@ -125,13 +122,7 @@ def planted(root: Path, mutant: Mutant) -> tuple[Path, str]:
 
 
 def test_of(root: Path, mutant: Mutant) -> str:
-    """Return the test of a mutant as pytest names it: ``tests/comm/test_grid.py::test_...[...]``.
-
-    Raises
-    ------
-    CannotPlant
-        If there is no test of the name, or several.
-    """
+    """Return the test of a mutant as pytest names it: ``tests/comm/test_grid.py::test_...[...]``."""
     places = functions(root, "tests").get(mutant.test.partition("[")[0], [])
     if len(places) != 1:
         raise CannotPlant(f"{len(places)} tests are called {mutant.test.partition('[')[0]}; expected one")

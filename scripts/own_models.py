@@ -152,13 +152,7 @@ def train(training: Training, comm: Any, args: argparse.Namespace) -> Row:
 
 
 def _train(model: OwnModel, comm: Any, strategy: str, memory: str, steps: range, folder: str | None) -> str:
-    """Train ``steps``, which go on from the checkpoint in ``folder`` and leave one there, if that is given.
-
-    Returns
-    -------
-    str
-        SHA-256 of the parameters after the last step.
-    """
+    """Train ``steps``, which go on from a checkpoint in ``folder`` and leave one there; return the SHA-256."""
     x, y = model.module.data()
     stages = 1 if strategy in STRATEGIES else 2
     with (

@@ -37,12 +37,8 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 class Sources:
     """Parse the modules of a checkout and their imports, without importing them.
 
-    Attributes
-    ----------
-    paths : dict of str to pathlib.Path
-        The file of every module of the package, by its dotted name.
-    nodes : dict of str to list of ast.AST
-        All nodes of a module's syntax tree; the first one is the tree itself.
+    By the dotted name of a module, ``paths`` has its file, and ``nodes`` all nodes of its syntax tree, of which the
+    first is the tree itself.
     """
 
     def __init__(self, root: Path) -> None:

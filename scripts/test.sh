@@ -176,14 +176,13 @@ compile_kernels() {
 }
 
 # The other prepare_NAME print "yes", or the reason why their environment cannot be had.
-prepare_cuda() {
-    ensure_venv "$CUDA_VENV" install_cuda >"$LOGS/cuda-venv.log" 2>&1 && echo yes && return
-    echo "numba-cuda and ptxas cannot be installed (see $LOGS/cuda-venv.log)"
-}
+prepare_cuda() { prepare_venv cuda "$CUDA_VENV" "numba-cuda and ptxas"; }
 
-prepare_torch() {
-    ensure_venv "$TORCH_VENV" install_torch >"$LOGS/torch-venv.log" 2>&1 && echo yes && return
-    echo "PyTorch cannot be installed (see $LOGS/torch-venv.log)"
+prepare_torch() { prepare_venv torch "$TORCH_VENV" PyTorch; }
+
+prepare_venv() { # NAME FOLDER WHAT
+    ensure_venv "$2" "install_$1" >"$LOGS/$1-venv.log" 2>&1 && echo yes && return
+    echo "$3 cannot be installed (see $LOGS/$1-venv.log)"
 }
 
 prepare_site() {
@@ -192,8 +191,7 @@ prepare_site() {
         apt_install chromium >"$LOGS/chromium.log" 2>&1 ||
             { echo "chromium cannot be installed (see $LOGS/chromium.log)" && return; }
     fi
-    ensure_venv "$SITE_VENV" install_site >"$LOGS/site-venv.log" 2>&1 && echo yes && return
-    echo "Sphinx cannot be installed (see $LOGS/site-venv.log)"
+    prepare_venv site "$SITE_VENV" Sphinx
 }
 
 prepare_openmpi() {

@@ -20,12 +20,8 @@ from harness.options import plain
 class Walk:
     """Record calls of functions of a package; an instance is a profiler for ``sys.setprofile``.
 
-    Attributes
-    ----------
-    calls : list of (str, str)
-        Module and qualified name of every function that was called, in this order.
-    path : list of str
-        The module that computes, after every call and every return; other packages' code counts as its caller's.
+    ``calls`` has module and qualified name of every function that was called, ``path`` the module that computes, after
+    every call and every return; other packages' code counts as its caller's.
     """
 
     def __init__(self, package: str = "mpizero") -> None:

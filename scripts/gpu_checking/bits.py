@@ -27,16 +27,8 @@ LIMIT = 45
 class Row:
     """Describe a training of the job on ``ranks`` ranks.
 
-    Attributes
-    ----------
-    ranks : int
-        Ranks of the job.
-    place : str
-        A strategy, "stages" (two pipeline stages), or "tensor" (a tensor group of all ranks, or as many tiles).
-    group : str
-        All trainings of a group must have one hash.
-    settings : dict
-        Further settings of ``ShardingConfig``.
+    ``place`` is a strategy, "stages" (two pipeline stages), or "tensor" (a tensor group of all ranks, or as many
+    tiles). All trainings of a ``group`` must have one hash. ``settings`` are further ones of ``ShardingConfig``.
     """
 
     ranks: int

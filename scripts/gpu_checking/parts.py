@@ -8,18 +8,8 @@ from typing import NamedTuple
 class Part(NamedTuple):
     """Describe a part of the check.
 
-    Attributes
-    ----------
-    name : str
-        Name of the part.
-    function : str
-        Module of this package, and the function in it that is called as ``function(report, small)``.
-    limit : int
-        Seconds that the part may take; then its processes are ended.
-    shows : str
-        What the part shows, in a line.
-    gpu : bool
-        Whether the part needs a GPU.
+    ``function`` is a module of this package and a function in it, called as ``function(report, small)``. After
+    ``limit`` seconds its processes are ended. ``gpu`` says whether it needs a GPU.
     """
 
     name: str

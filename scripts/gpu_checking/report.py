@@ -15,13 +15,7 @@ class Skipped(Exception):
 
 
 class Report:
-    """Write findings to a file, a line of JSON each, and to standard output.
-
-    Parameters
-    ----------
-    path : pathlib.Path
-        The file; lines are appended.
-    """
+    """Append findings to a file, a line of JSON each, and write them to standard output."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -24,12 +24,7 @@ _GRACE = 0.5
 class Results:
     """Hold the rows of the parts that have run, in a file that is whole after each of them.
 
-    Parameters
-    ----------
-    path : pathlib.Path
-        The file, ``results.json``. Rows in it are kept until their parts run again.
-    facts : dict
-        What is written beside the rows.
+    Rows that are in the file are kept until their parts run again; ``facts`` are written beside them.
     """
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
@@ -61,20 +56,8 @@ def read(path: Path) -> dict[str, Any]:
 def run_part(part: Part, limit: float, small: bool, folder: Path, log: TextIO, absent: str) -> dict[str, Any]:
     """Run a part for at most ``limit`` seconds; return its row of the results.
 
-    Parameters
-    ----------
-    part : Part
-        The part.
-    limit : float
-        Seconds; none are left if it is not positive.
-    small : bool
-        Whether the part uses small sizes, for the simulator.
-    folder : pathlib.Path
-        The folder for the findings of parts.
-    log : file
-        What the part prints is added to it.
-    absent : str
-        Why there is no GPU, or "".
+    With ``small`` it uses small sizes, for the simulator. Findings go to ``folder``, what is printed to ``log``;
+    ``absent`` says why there is no GPU, or "".
     """
     row: dict[str, Any] = {"part": part.name, "seconds": 0.0, "limit": round(limit, 1), "findings": []}
     if part.gpu and absent:

@@ -257,26 +257,11 @@ def run(
     show: bool = False,
     threads: int | None = 1,
 ) -> Ended:
-    """Run a job until it ends or ``limit`` seconds have passed, and return how it ended.
+    """Run a job until it ends or is killed after ``limit`` seconds, and return how it ended.
 
-    Parameters
-    ----------
-    command : sequence
-        Program and arguments.
-    limit : float
-        Seconds that the job may take; then it is killed. ``at_limit(job)`` is called before.
-    folder : pathlib.Path or None
-        Folder for the files of output, "out" and "err"; a temporary one for None.
-    environment : mapping or None
-        Further variables of the environment.
-    cwd : pathlib.Path or None
-        Folder in which the job runs.
-    meanwhile : callable or None
-        As for :meth:`Job.wait`.
-    show : bool
-        Whether standard error is this process's own, in place of being held.
-    threads : int or None
-        As for :func:`environment_of`.
+    ``at_limit(job)`` is called before it is killed. ``folder`` is that of the files of output, "out" and "err"; a
+    temporary one for None. With ``show`` standard error is this process's own, in place of being held. ``meanwhile`` is
+    as for :meth:`Job.wait`, ``threads`` as for :func:`environment_of`.
     """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="job-"))) if folder is None else folder

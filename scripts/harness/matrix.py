@@ -44,18 +44,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Describe the trainings of a script.
+    """Describe the trainings of a script: mpiexec starts its file ``script`` with the options ``more``.
 
-    Attributes
-    ----------
-    script : str
-        The script's file, and its options in ``more``: what mpiexec starts.
-    trainings : callable
-        ``trainings(size)`` returns all trainings on ``size`` ranks, in the same order in every process.
-    values : callable
-        ``values(training)`` returns the values that a training combines.
-    run : callable
-        ``run(training, comm, args)`` trains, collective over ``comm``, and returns a row for JSON.
+    ``trainings(size)`` returns all trainings on ``size`` ranks, in the same order in every process, and
+    ``values(training)`` the values that one combines. ``run(training, comm, args)`` trains, collective over ``comm``,
+    and returns a row for JSON.
     """
 
     script: str

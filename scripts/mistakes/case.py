@@ -15,18 +15,8 @@ Array = np.ndarray[Any, Any]
 class Mistake:
     """Hold the message and exit status that a job with a mistake must end with, and how to run it.
 
-    Attributes
-    ----------
-    says : tuple of str
-        Texts that the output of the job must contain, all of them.
-    status : int or tuple of int
-        Exit status of the job; a tuple of all allowed ones if launchers return different ones.
-    ranks : tuple of int
-        Numbers of ranks on which the mistake is run, one job for each.
-    names_line : bool
-        Whether the output must name a line of the mistake's file.
-    environment : mapping of str to str
-        Environment variables to set for the job, by name.
+    The output must contain all texts ``says``, and with ``names_line`` name a line of the mistake's file. ``status`` has
+    all allowed ones if launchers return different ones. Each number of ``ranks`` is a job of its own.
     """
 
     says: tuple[str, ...]
