@@ -15,8 +15,8 @@ Array = np.ndarray[Any, Any]
 class Mistake:
     """Hold the message and exit status that a job with a mistake must end with, and how to run it.
 
-    The output must contain all texts ``says``, and with ``names_line`` name a line of the mistake's file. ``status`` has
-    all allowed ones if launchers return different ones. Each number of ``ranks`` is a job of its own.
+    The output must contain all texts ``says``, and with ``names_line`` name a line of the mistake's file. ``status``
+    has all allowed ones if launchers return different ones. Each number of ``ranks`` is a job of its own.
     """
 
     says: tuple[str, ...]
