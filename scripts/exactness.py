@@ -44,12 +44,6 @@ def trainings(size: int) -> list[Training]:
     return list(itertools.product(CASES, STRATEGIES, MEMORIES))
 
 
-def values(training: Training) -> tuple[str, str, str]:
-    """Return the values that a training combines."""
-    case, strategy, memory = training
-    return case.name, strategy, memory
-
-
 def train(training: Training, comm: Any, args: argparse.Namespace) -> Row:
     """Train, collective over ``comm``; return a row with the keys "case", "strategy", "memory" and "sha256"."""
     case, strategy, memory = training
@@ -63,7 +57,7 @@ def train(training: Training, comm: Any, args: argparse.Namespace) -> Row:
     return {"case": case.name, "strategy": strategy, "memory": memory, "sha256": digest}
 
 
-MATRIX = Matrix(__file__, trainings, values, train)
+MATRIX = Matrix(__file__, trainings, lambda training: (training[0].name, *training[1:]), train)
 
 
 def main() -> None:

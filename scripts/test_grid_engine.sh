@@ -127,17 +127,8 @@ stop_cluster() {
 
 # submit RUN OPTION... -- SETTING...: print the job's number.
 submit() {
-    local run=$1 options=() settings=()
-    shift
-    while [ "$1" != -- ]; do
-        options+=("$1")
-        shift
-    done
-    shift
-    for setting in "checkpoint.folder=$run/checkpoints" "$@"; do
-        settings+=(--set "$setting")
-    done
-    qsub -terse -V -o "$run.log" "${options[@]}" "$ROOT/scripts/batch/grid_engine.sh" config.toml "${settings[@]}"
+    split "$@"
+    qsub -terse -V -o "$1.log" "${OPTIONS[@]}" "$ROOT/scripts/batch/grid_engine.sh" config.toml "${SETTINGS[@]}"
 }
 
 # state JOB: as qstat shows it; nothing once it has ended.

@@ -136,18 +136,8 @@ was_requeued() {
 
 # submit SCRIPT RUN OPTION... -- SETTING...: print the job's number.
 submit() {
-    local script=$1 run=$2 options=() settings=()
-    shift 2
-    while [ "$1" != -- ]; do
-        options+=("$1")
-        shift
-    done
-    shift
-    for setting in "checkpoint.folder=$run/checkpoints" "$@"; do
-        settings+=(--set "$setting")
-    done
-    sbatch --parsable --output="$run.log" "${options[@]}" \
-        "$ROOT/scripts/slurm/$script.sbatch" config.toml "${settings[@]}"
+    split "${@:2}"
+    sbatch --parsable --output="$2.log" "${OPTIONS[@]}" "$ROOT/scripts/slurm/$1.sbatch" config.toml "${SETTINGS[@]}"
 }
 
 # again JOB: let a job that was put into the queue again start soon; Slurm would wait two minutes, so as to be sure that

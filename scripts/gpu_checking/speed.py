@@ -12,13 +12,13 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import turns
 from harness.turns import alternate
 
 import mpizero as mz
@@ -63,16 +63,6 @@ def speed(report: Report, small: bool) -> None:
     report.figure("in short", "; ".join(f"{name}: {told}" for name, told in rates.items()))
 
 
-def _seconds(device: gpu.Device, work: Callable[[], Any], repeat: int) -> float:
-    """Return the seconds that one call takes on the GPU, as a mean over some calls."""
-    device.synchronize()
-    begun = time.perf_counter()
-    for _ in range(repeat):
-        work()
-    device.synchronize()
-    return (time.perf_counter() - begun) / repeat
-
-
 def _adamw(report: Report, device: gpu.Device, size: int, rounds: int) -> None:
     """Compare the fused AdamW kernel, which reads 4 and writes 3 floats an element, with a copy of as many bytes."""
     rng = np.random.default_rng(0)
@@ -86,7 +76,8 @@ def _adamw(report: Report, device: gpu.Device, size: int, rounds: int) -> None:
     work = {"AdamW": lambda: cuda.update.adamw(w, g, m, v, hyper, 0, size), "copy": copy}
     for call in work.values():
         call()
-    found = alternate(rounds, list(work), lambda name: _seconds(device, work[name], 1 if rounds == 1 else 10))
+    steps = 1 if rounds == 1 else 10
+    found = alternate(rounds, list(work), lambda name: turns.timed(work[name], device.synchronize, 0, steps) / steps)
     for name, taken in found.items():
         rate = Measurement.of([size * TOUCHED * 4 / 1e9 / each for each in taken])
         report.figure(f"{name}, {size:,} elements", f"{rate.text(0)} GB/s")
@@ -200,22 +191,17 @@ def _made(name: str, shape: dict[str, int], batch: int, precision: str) -> Any:
 
 
 def _steps(
-    report: Report, shape: dict[str, int], batch: int, precision: str, names: tuple[str, ...], turns: tuple[int, int]
+    report: Report, shape: dict[str, int], batch: int, precision: str, names: tuple[str, ...], sizes: tuple[int, int]
 ) -> str:
     """Time whole steps of mpizero and of other contenders in turns; return all rates in a line.
 
-    ``turns`` are the number of rounds and of the steps of a turn. A contender that cannot run is left out.
+    ``sizes`` are the number of rounds and of the steps of a turn. A contender that cannot run is left out.
     """
-    rounds, steps = turns
+    rounds, steps = sizes
     made: dict[str, Any] = {}
 
     def seconds(name: str) -> float:
-        made[name].wait()
-        begun = time.perf_counter()
-        for _ in range(steps):
-            made[name].step()
-        made[name].wait()
-        return (time.perf_counter() - begun) / steps
+        return turns.timed(made[name].step, made[name].wait, 0, steps) / steps
 
     for name in ("mpizero", *names):
         if name.startswith("PyTorch") and importlib.util.find_spec("torch") is None:

@@ -90,6 +90,18 @@ check() {
     [ $result = ok ] || tail -n 25 ./*.log
 }
 
+# split RUN OPTION... -- SETTING...: set OPTIONS, and SETTINGS, each after --set, for a training in the folder RUN.
+split() {
+    local setting folder=$1/checkpoints
+    OPTIONS=() SETTINGS=()
+    while shift && [ "$1" != -- ]; do
+        OPTIONS+=("$1")
+    done
+    for setting in "checkpoint.folder=$folder" "${@:2}"; do
+        SETTINGS+=(--set "$setting")
+    done
+}
+
 HASH=''
 uninterrupted() {
     "$PYTHON" -m mpizero train config.toml --set checkpoint.folder=whole/checkpoints >whole.log 2>&1
