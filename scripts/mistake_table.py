@@ -2,16 +2,19 @@
 
     python scripts/mistake_table.py [--ranks 1 2 4] [--only batches ...] [--launcher "mpiexec python" ...] [--page]
     mpiexec -n 4 python scripts/mistake_table.py --run batches.NAME      # one of them, by hand
+    python scripts/mistake_table.py --failures [--ranks 2 4 8]           # a rank fails, or calls another collective
 
 The mistakes are the functions in scripts/mistakes/*.py, which declare the expected exit status and message. The exit
 status of this script is 1 if a job hangs, ends with another status, or does not print the message. ``--page`` writes
-the tables into docs/mistakes.md. The default launchers are those in the environment variable MPIZERO_MPIEXEC, or the
-mpiexec in the folder of this Python interpreter.
+the tables into docs/mistakes.md. With ``--failures`` the last rank of each job fails, or calls a wrong collective, by
+the programs of tests/faults; seconds are those from the fault until every rank had ended. The default launchers are
+those in the environment variable MPIZERO_MPIEXEC, or the mpiexec in the folder of this Python interpreter.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 import tempfile
@@ -30,6 +33,15 @@ from harness.options import plain  # noqa: E402
 from harness.tables import between, markdown  # noqa: E402
 
 PAGE = ROOT / "docs" / "mistakes.md"
+FAULTS = ROOT / "tests" / "faults"
+#: Faults of the rank that fails, as tests/faults/program.py names them, in the order of the report.
+FAILURES = ("raise", "segfault", "kill", "exit_0", "interrupt")
+#: Mistakes for which MPICH itself ends a rank; the launcher may return the status of another rank that it killed.
+REFUSED = ("count", "dtype")
+#: Wrong collectives that the last rank calls, as programs/contract_program.py names them.
+MISMATCHES = ("order", "order_at_the_end", "order_of_a_set", "engine", "operation", "extra", "missing", *REFUSED)
+#: Seconds within which all ranks must be gone after the fault.
+SOON = 5.0
 #: Seconds after which a job counts as hanging.
 LIMIT = 60.0
 #: Characters of a message in the page.
@@ -187,10 +199,55 @@ def tables(found: Sequence[Row]) -> str:
     return "\n\n".join(pages)
 
 
+# ---------------------------------------------------------------------------------------------- failures
+
+
+def ended_by(mpi: Mpi, fault: str, ranks: int) -> tuple[Ended, float]:
+    """Run a job whose last rank fails or calls a wrong collective, as ``fault`` says.
+
+    Return how it ended, and the seconds from the fault, or else the start, until all ranks were gone.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        program = FAULTS / ("program.py" if fault in FAILURES else "programs/contract_program.py")
+        command = mpi.command(ranks, [program, fault, name, *([ranks - 1] if fault in FAILURES else [])])
+        ended = run(command, LIMIT, cwd=Path(name))
+        faults = [float(path.name.removeprefix("fault-")) for path in Path(name).glob("fault-*")]
+    return ended, ended.gone - min(faults) if faults else ended.seconds
+
+
+def verdict(ended: Ended, seconds: float, fault: str) -> str:
+    """Return "ok" if the job with ``fault`` ended as it must, else a text that says what is wrong."""
+    tracebacks, wrong = ended.err.count("Traceback (most recent call last)"), fault in MISMATCHES
+    reports = ended.err.count("CollectiveMismatch: ") + ended.err.count("stuck: ")
+    found = {
+        "hang": ended.late,
+        "slow": seconds >= SOON,
+        f"{ended.strays} processes left": ended.strays,
+        "status 0": ended.status == 0,
+        f"{tracebacks} tracebacks": fault == "raise" and tracebacks != 1,
+        "not named": wrong and ended.err.count("contract_program.py:") < 2,  # the lines of the ranks that differ
+        "another status": wrong and ended.status != 76 and fault not in REFUSED,
+        "several reports": reports > 1,
+    }
+    return ", ".join(text for text, is_so in found.items() if is_so) or "ok"
+
+
+def failures(mpis: Sequence[Mpi], several: Sequence[int]) -> int:
+    """Run all jobs in which a rank fails, print a line for each, and return how many did not end as they must."""
+    failed = 0
+    for mpi, fault, ranks in itertools.product(mpis, (*FAILURES, *MISMATCHES), several):
+        ended, seconds = ended_by(mpi, fault, ranks)
+        text = verdict(ended, seconds, fault)
+        failed += text != "ok"
+        print(f"{mpi.mpiexec[-24:]:24} {fault:18} {ranks} ranks {seconds:8.2f} s, {ended.status}: {text}", flush=True)
+    return failed
+
+
 def main() -> None:
     """Run all chosen mistakes, and print their results; exit with status 1 if a job did not end as it must."""
     parser = plain(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", help="(default: 1 2 4; with --failures 2 4 8)")
+    parser.add_argument("--failures", action="store_true", help="let the last rank fail, or call another collective")
     parser.add_argument("--only", nargs="+", default=[], metavar="TOPIC", help="files of scripts/mistakes")
     parser.add_argument("--launcher", action="append", metavar="'MPIEXEC PYTHON'")
     parser.add_argument("--page", action="store_true", help="write the tables into docs/mistakes.md")
@@ -200,9 +257,11 @@ def main() -> None:
         topic, _, name = options.run.partition(".")
         mistakes_of(importlib.import_module(topic))[name]()
         return
+    if options.failures:
+        sys.exit(failures(launchers(options.launcher), options.ranks or (2, 4, 8)) > 0)
     found: list[Row] = []
     for mpi in launchers(options.launcher):
-        for row in rows(mpi, options.only, options.ranks):
+        for row in rows(mpi, options.only, options.ranks or (1, 2, 4)):
             found.append(row)
             print(f"{row.name}, {row.ranks} ranks: {row.figures}: {row.verdict}\n    {row.message}", flush=True)
     failed = sum(row.verdict != "ok" for row in found)

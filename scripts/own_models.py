@@ -16,7 +16,7 @@ run in which every pair of model, MPI, number of ranks, strategy and kind of mem
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import itertools
 import re
 import subprocess
@@ -54,7 +54,9 @@ class OwnModel:
     @property
     def module(self) -> Any:
         """The file as a module."""
-        return _module(self.file)
+        if str(FOLDER) not in sys.path:
+            sys.path.insert(0, str(FOLDER))
+        return importlib.import_module(Path(self.file).stem)
 
     def strategies(self, ranks: int) -> Iterator[str]:
         """Yield the strategies, and the schedules with 2 stages, that it can be trained with."""
@@ -83,18 +85,6 @@ def build(file: str) -> None:
     for command in re.findall(r"^(.+) && mpiexec .*$", text, re.MULTILINE):
         words = [sys.executable if word == "python" else word for word in command.split()]
         subprocess.run(words, cwd=FOLDER, check=True, capture_output=True, timeout=300)
-
-
-@cache
-def _module(file: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"own_models_{Path(file).stem}", FOLDER / file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(FOLDER))
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache

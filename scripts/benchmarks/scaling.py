@@ -13,7 +13,7 @@ otherwise the exit status is 1. Nothing is timed, so the number of cores does no
 
 ``growth``: GPTs of the same width, with 4 to 64 million parameters, train on the same tokens, one process each,
 alternately. A line (seconds of a step over number of parameters) is fitted to the medians, with least relative error.
-Printed are the time per parameter, and each model's distance from the line. ``--dim`` is the width.
+Printed is each model's distance from the line. ``--dim`` is the width.
 
 The tables show medians over rounds, and in parentheses the smallest and largest value. No other program should run
 meanwhile.
@@ -158,14 +158,11 @@ def check_growth(args: argparse.Namespace) -> None:
     off = {n: medians[n] / (start + slope * parameters[n]) - 1 for n in names}
     for n in names:
         measured = Measurement.of([1e3 * s for s in seconds[n]])
-        each = 1e9 * medians[n] / parameters[n]
         layers = trainings[n][1]["layers"]
-        rows.append((f"{parameters[n]:,}", layers, measured, f"{each:.2f}", f"{100 * off[n]:+.1f} %"))
-    print(aligned(("parameters", "layers", "ms a step", "ns a parameter", "off the line"), rows))
-    worst, per = max(map(abs, off.values())), [medians[n] / parameters[n] for n in names]
-    middle = statistics.fmean((min(per), max(per)))
+        rows.append((f"{parameters[n]:,}", layers, measured, f"{100 * off[n]:+.1f} %"))
+    print(aligned(("parameters", "layers", "ms a step", "off the line"), rows))
+    worst = max(map(abs, off.values()))
     print(f"line: {1e3 * start:.2f} ms + {1e9 * slope:.2f} ns a parameter; largest deviation {100 * worst:.1f} %")
-    print(f"time a parameter stays within {100 * (max(per) / middle - 1):.1f} % of its middle")
 
 
 def check_bytes(args: argparse.Namespace) -> None:
