@@ -34,14 +34,6 @@ CASES = {
 }
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=5, mpiexec=True)
-    options.add_argument("--slow", type=float, default=4.0, help="times as long on one rank (default: %(default)s)")
-    options.add_argument("--iterations", type=int, default=2, help="of L-BFGS (default: %(default)s)")
-    return options.parse_args()
-
-
 class Rank:
     """Run one rank, with a model for each way of assignment."""
 
@@ -91,7 +83,10 @@ class Rank:
 
 def main() -> None:
     """Run as a rank, or start the ranks and print what they took."""
-    args = arguments()
+    options = parser(__doc__, rounds=5, mpiexec=True)
+    options.add_argument("--slow", type=float, default=4.0, help="times as long on one rank (default: %(default)s)")
+    options.add_argument("--iterations", type=int, default=2, help="of L-BFGS (default: %(default)s)")
+    args = options.parse_args()
     if args.be:
         rank = Rank(args)
         serve(args.socket, rank.world.rank, {"run": rank.run})

@@ -52,17 +52,6 @@ WORK = ("evaluations", "products")
 SAME = 1e-8
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=5, mpiexec=True)
-    options.add_argument("--seconds", action="store_true", help="compare seconds instead of evaluations")
-    options.add_argument("--parameters", type=float, default=16.8e6, help="of --seconds (default: %(default).0f)")
-    options.add_argument("--tao", help="interpreter that has petsc4py")
-    options.add_argument("--tao-mpiexec", default="mpiexec.openmpi", help="(default: %(default)s)")
-    options.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return options.parse_args()
-
-
 # ------------------------------------------------------------------------------------------------ evaluations
 
 
@@ -166,7 +155,13 @@ def compare(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run as a part of a comparison, or compare and print."""
-    args = arguments()
+    options = parser(__doc__, rounds=5, mpiexec=True)
+    options.add_argument("--seconds", action="store_true", help="compare seconds instead of evaluations")
+    options.add_argument("--parameters", type=float, default=16.8e6, help="of --seconds (default: %(default).0f)")
+    options.add_argument("--tao", help="interpreter that has petsc4py")
+    options.add_argument("--tao-mpiexec", default="mpiexec.openmpi", help="(default: %(default)s)")
+    options.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = options.parse_args()
     if args.be in ("mpizero", "TAO"):
         (timed_by_mpizero if args.be == "mpizero" else timed_by_tao)(args.folder, int(args.parameters))
     elif args.be:

@@ -56,21 +56,6 @@ PIECES = 10
 MATRICES = {"qkv": 3, "projection": 1, "widen": 4, "narrow": 4}
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=5)
-    options.add_argument("--contenders", default=",".join(STRATEGIES), help="(default: %(default)s)")
-    options.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
-    options.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
-    options.add_argument("--samples", type=int, default=8, help="of 128 tokens, a rank and step (default: %(default)s)")
-    options.add_argument("--steps", type=int, default=3, help="in each round, after one more (default: %(default)s)")
-    options.add_argument("--slept", action="store_true", help="sleep instead of computing")
-    options.add_argument("--forward", type=float, default=0.7, help="seconds slept forward (default: %(default)s)")
-    options.add_argument("--backward", type=float, default=1.4, help="and backward (default: %(default)s)")
-    options.add_argument("--rate", type=float, default=1e9, help="bits a second of the link (default: %(default)s)")
-    return options.parse_args()
-
-
 @dataclass(frozen=True)
 class SleepingBlock(mz.nn.Layer):
     """Sleep in place of the computation of a transformer block of ``dim`` features."""
@@ -242,7 +227,17 @@ def measure(args: argparse.Namespace, names: list[str]) -> str:
 
 def main() -> None:
     """Measure, and print a table."""
-    args = arguments()
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--contenders", default=",".join(STRATEGIES), help="(default: %(default)s)")
+    options.add_argument("--dim", type=int, default=512, help="(default: %(default)s)")
+    options.add_argument("--layers", type=int, default=4, help="(default: %(default)s)")
+    options.add_argument("--samples", type=int, default=8, help="of 128 tokens, a rank and step (default: %(default)s)")
+    options.add_argument("--steps", type=int, default=3, help="in each round, after one more (default: %(default)s)")
+    options.add_argument("--slept", action="store_true", help="sleep instead of computing")
+    options.add_argument("--forward", type=float, default=0.7, help="seconds slept forward (default: %(default)s)")
+    options.add_argument("--backward", type=float, default=1.4, help="and backward (default: %(default)s)")
+    options.add_argument("--rate", type=float, default=1e9, help="bits a second of the link (default: %(default)s)")
+    args = options.parse_args()
     ours = (f"{strategy}+{more}" if more else strategy for strategy in STRATEGIES for more in SETTINGS)
     names = chosen("--contenders", args.contenders, (*ours, *PEERS), lambda name: name.partition("@")[0])
     result = measure(args, names)

@@ -33,17 +33,6 @@ OURS, KERNEL, TORCH = "mpizero", "AdamW kernel", "PyTorch fused"
 COLLECTIVES = ("reduce-scatter", "allreduce", "allreduce, NumPy")
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=9, mpiexec=True)
-    options.add_argument("--parameters", type=float, default=20e6, help="(default: %(default).0f)")
-    options.add_argument("--repeat", type=positive, default=10, help="updates of one turn (default: %(default)s)")
-    options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
-    args = options.parse_args()
-    args.parameters = int(args.parameters)
-    return args
-
-
 class Exchanges:
     """Run one rank of the first comparison: sum one gradient of each rank, and update the parameters on all ranks.
 
@@ -194,7 +183,12 @@ def compare(args: argparse.Namespace, title: str, names: list[str]) -> None:
 
 def main() -> None:
     """Run both comparisons, and print their tables."""
-    args = arguments()
+    options = parser(__doc__, rounds=9, mpiexec=True)
+    options.add_argument("--parameters", type=float, default=20e6, help="(default: %(default).0f)")
+    options.add_argument("--repeat", type=positive, default=10, help="updates of one turn (default: %(default)s)")
+    options.add_argument("--peers-python", default=sys.executable, help="interpreter that has PyTorch")
+    args = options.parse_args()
+    args.parameters = int(args.parameters)
     if args.be:
         worker(args)
         return

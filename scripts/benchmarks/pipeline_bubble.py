@@ -40,16 +40,6 @@ WARM_UP = 2
 Row = dict[str, Any]
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line, and return its options."""
-    options = parser(__doc__, mpiexec=True)
-    options.add_argument("--dim", type=positive, default=256)
-    options.add_argument("--layers", type=positive, default=6)
-    options.add_argument("--steps", type=positive, default=5, help="measured steps of one run")
-    options.add_argument("--runs", type=positive, default=5)
-    return options.parse_args()
-
-
 class Probe:
     """Time every instruction that a pipeline runner executes, and compute idle shares.
 
@@ -144,7 +134,12 @@ def complaints(found: dict[str, Row]) -> list[str]:
 
 def main() -> None:
     """Run as a rank, or measure and simulate all schedules, and print the comparison."""
-    args = arguments()
+    options = parser(__doc__, mpiexec=True)
+    options.add_argument("--dim", type=positive, default=256)
+    options.add_argument("--layers", type=positive, default=6)
+    options.add_argument("--steps", type=positive, default=5, help="measured steps of one run")
+    options.add_argument("--runs", type=positive, default=5)
+    args = options.parse_args()
     if args.be:
         rows = [measured(args, schedule) for _ in range(args.runs) for schedule in SCHEDULES]
         answer(rows)

@@ -54,20 +54,6 @@ LAYOUTS: tuple[tuple[int, dict[str, int]], ...] = (
 )  # fmt: skip
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line, and return its options."""
-    options = parser(__doc__, rounds=7, mpiexec=True)
-    options.add_argument("part", choices=("model", "bytes", "growth"))
-    options.add_argument("--machine", type=Path, metavar="FILE", help="of `mpizero bench machine`, for model")
-    options.add_argument("--steps", type=positive, default=5, help="timed steps of one turn")
-    options.add_argument("--dim", type=positive, default=256, help="width of growth's models (default: %(default)s)")
-    options.add_argument(
-        "--sizes", type=positive, nargs="+", default=[4, 8, 16, 32, 64], help="million parameters, for growth"
-    )
-    options.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
-    return options.parse_args()
-
-
 def be_one(args: argparse.Namespace) -> None:
     """Run as one rank of a training with strategy ``args.be``, until the benchmark closes the connection."""
     from comparing.ours import Ours
@@ -187,7 +173,16 @@ def check_bytes(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the part that the command line names, and print its table."""
-    args = arguments()
+    options = parser(__doc__, rounds=7, mpiexec=True)
+    options.add_argument("part", choices=("model", "bytes", "growth"))
+    options.add_argument("--machine", type=Path, metavar="FILE", help="of `mpizero bench machine`, for model")
+    options.add_argument("--steps", type=positive, default=5, help="timed steps of one turn")
+    options.add_argument("--dim", type=positive, default=256, help="width of growth's models (default: %(default)s)")
+    options.add_argument(
+        "--sizes", type=positive, nargs="+", default=[4, 8, 16, 32, 64], help="million parameters, for growth"
+    )
+    options.add_argument("--shape", type=json.loads, help=argparse.SUPPRESS)
+    args = options.parse_args()
     if args.be:
         be_one(args)
     else:
