@@ -36,7 +36,7 @@ from comparing.minima import TOLERANCES, CountedObjective, Row, minimum
 from comparing.objectives import FOR_NEWTON, Objective, build, load
 from comparing.timing import RANKS, timed_by_mpizero, timed_by_tao
 
-#: Title, bounds, products with the Hessian, and the method of mpizero, SciPy and TAO ("" if it has none).
+#: Title, bounds, products with the Hessian, and the method of mpizero, SciPy and TAO.
 CASES = (
     ("L-BFGS", False, False, "l-bfgs", "L-BFGS-B", "lmvm"),
     ("L-BFGS, bounds", True, False, "l-bfgs", "L-BFGS-B", "blmvm"),
@@ -44,7 +44,6 @@ CASES = (
     ("L-BFGS, diagonal, bounds", True, False, "l-bfgs, diagonal", "L-BFGS-B", "blmvm"),
     ("CG", False, False, "cg", "CG", "cg"),
     ("Newton-CG", False, True, "newton-cg", "trust-ncg", "bnls"),
-    ("Newton-CG, differences", False, False, "newton-cg", "Newton-CG", ""),
 )
 #: What is counted.
 WORK = ("evaluations", "products")
@@ -91,13 +90,12 @@ def evaluations(args: argparse.Namespace) -> list[Row]:
             counted = {who: CountedObjective(objective, bounded) for who in ("mpizero", "SciPy")}
             minima.by_mpizero(counted["mpizero"], ours, bounded, exact)
             minima.by_scipy(counted["SciPy"], scipys, bounded, exact)
-            tao = by_other_interpreter(args, title, name, objective) if args.tao and taos else {}
+            tao = by_other_interpreter(args, title, name, objective) if args.tao else {}
             best = minimum(objective.evaluate, counted["mpizero"].last["x"], counted["mpizero"].bounds)
             for tolerance in TOLERANCES:
                 found = {who: each.row(tolerance) for who, each in counted.items()}
                 found |= {"TAO": tao[tolerance]} if tao else {}
-                case = {"method": title, "tolerance": tolerance, "objective": name}
-                rows.append({**case, "who": found, "minimum": best})
+                rows.append({"method": title, "tolerance": tolerance, "who": found, "minimum": best})
     return rows
 
 

@@ -88,13 +88,12 @@ def by_mpizero(counted: CountedObjective, method: str, bounded: bool, exact: boo
 
 
 def by_scipy(counted: CountedObjective, method: str, bounded: bool, exact: bool) -> None:
-    """Minimize by SciPy; Newton-CG has no tolerance for the gradient, so it goes on until its steps vanish."""
+    """Minimize by SciPy."""
     from scipy.optimize import minimize
 
     options: dict[str, Row] = {
         "L-BFGS-B": {"ftol": 0.0, "gtol": TOLERANCE, "maxcor": HISTORY, "maxiter": MOST, "maxfun": MOST},
         "CG": {"gtol": TOLERANCE, "maxiter": MOST},
-        "Newton-CG": {"xtol": 1e-14, "maxiter": MOST},
         "trust-ncg": {"gtol": TOLERANCE, "maxiter": MOST},
     }
     start = counted.objective.start
