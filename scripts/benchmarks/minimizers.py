@@ -83,7 +83,7 @@ def be_tao(args: argparse.Namespace) -> None:
 def evaluations(args: argparse.Namespace) -> list[Row]:
     """Return a row for each case, objective and tolerance."""
     rows = []
-    for title, bounded, exact, ours, scipys, taos in CASES:
+    for title, bounded, exact, ours, scipys, _ in CASES:
         for name, objective in load(args.folder).items():
             if name in FOR_NEWTON and not exact:
                 continue
