@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where `harness` is
 import numpy as np
 from harness.options import parser, positive
 from harness.tables import aligned
-from harness.turns import alternate, has_module, serve, team_of, team_of_processes, tell, timed
+from harness.turns import Team, alternate, has_module, serve, team_of, team_of_processes, tell, timed
 
 RANKS = 2
 OURS, KERNEL, TORCH = "mpizero", "AdamW kernel", "PyTorch fused"
@@ -164,13 +164,15 @@ def compare(args: argparse.Namespace, title: str, names: list[str]) -> None:
     from mpizero._util.numbers import Measurement
 
     words = ["--parameters", str(args.parameters), "--be"]
+    teams: dict[str, Team] = {}
     with ExitStack() as stack:
         if names[0] == OURS:
             teams = dict.fromkeys(names, stack.enter_context(team_of(__file__, args.mpiexec, RANKS, *words, "sum")))
         else:
             pythons = {KERNEL: sys.executable, TORCH: args.peers_python}
-            starts = {name: team_of_processes(name, 1, pythons[name], [__file__, *words, name], {}) for name in names}
-            teams = {name: stack.enter_context(team) for name, team in starts.items()}
+            for name in names:
+                team = team_of_processes(name, 1, pythons[name], [__file__, *words, name], {})
+                teams[name] = stack.enter_context(team)
         seconds = alternate(
             args.rounds, names, lambda name: max(teams[name].ask("turn", case=name, warmup=2, steps=args.repeat))
         )
