@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mpizero import checkpoint
 from mpizero.errors import CheckpointError
@@ -86,7 +89,7 @@ def _judge(
     shutil.copytree(good, target)
     places = {}
     for name, entry in json.loads((good / FILES[1]).read_bytes().splitlines()[0])["arrays"].items():
-        size = checkpoint_bytes(entry)
+        size = np.dtype(entry["dtype"]).itemsize * math.prod(entry["shape"])
         places[name] = range(entry["offset"], entry["offset"] + size)
     sizes = [(good / name).stat().st_size for name in FILES]
     for number in range(count):
@@ -100,14 +103,6 @@ def _judge(
         expected = [name, *([hit] if change is _flip and name == FILES[0] else [])]
         yield f"{name}, byte {position}", *_told(target, expected, bytes(data) == whole)
         (target / name).write_bytes(whole)
-
-
-def checkpoint_bytes(entry: dict[str, Any]) -> int:
-    """Return the number of bytes of an array; ``entry`` is its entry in the manifest."""
-    size = int(entry["dtype"][2:])
-    for extent in entry["shape"]:
-        size *= extent
-    return size
 
 
 def _told(target: Path, expected: list[str], harmless: bool) -> tuple[str, str]:
