@@ -55,7 +55,7 @@ class Exchange:
         _gradient = gradient  # the underscore says that it may differ between ranks
         model = mz.FunctionModel({"w": np.zeros_like(gradient)}, lambda parameters, batch: (0.0, {"w": _gradient}, 1.0))
         self.model = mz.DDPModel(model, self.config)
-        self.totals = self.model._engine.local_gradients(np.zeros((1, 1)), np.zeros(1))
+        self.totals = self.model._engine.local_gradients(np.full((1, 1), float(WORLD.rank)), np.zeros(1))
 
     def __call__(self) -> None:
         """Average the gradients of all ranks in place.
