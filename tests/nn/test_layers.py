@@ -6,7 +6,6 @@ import pytest
 from mpizero import nn
 from mpizero.errors import DataError
 from mpizero.layout.flat import nested
-from mpizero.nn.layer import SamplePart
 from mpizero.testing import taylor_test
 from mpizero.types import Run
 from tests.nn.checks import gradient_slots, random_parameters, require_contract, require_gradients
@@ -100,48 +99,10 @@ def test_checkpointing_keeps_only_the_input_and_every_bit(rng):
         np.testing.assert_array_equal(one, other)
 
 
-def test_dropout_does_not_depend_on_how_a_batch_is_cut(rng):
-    layer = nn.Dropout(0.5, site=9)
-    x = rng.normal(size=(7, 4, 3)).astype(np.float32)
-    whole = layer.forward({}, x, Run(training=True, seed=1, step=2))[0]
-    for cuts in ([0, 7], [0, 1, 7], [0, 3, 5, 7]):
-        parts = [
-            layer.forward({}, x[a:b], Run(training=True, seed=1, step=2, first_sample=a))[0]
-            for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
-        np.testing.assert_array_equal(np.concatenate(parts), whole)
-
-
-def test_dropout_does_not_depend_on_how_a_sample_is_cut(rng):
-    layer, run = nn.Dropout(0.5, site=9), Run(training=True, seed=1, step=2, first_sample=3)
-    x = rng.normal(size=(3, 4, 5, 7)).astype(np.float32)
-    whole = layer.forward({}, x, run)[0]
-    np.testing.assert_array_equal(layer.mask(x[:, 1:3], run, SamplePart(35, 70)), whole[:, 1:3])
-    np.testing.assert_array_equal(
-        layer.mask(x[:, 1:, 2:4, 1:], run, SamplePart(50, 6, 2, 7, 35)), whole[:, 1:, 2:4, 1:]
-    )
-
-
-def test_dropout_masks_differ_by_seed_step_and_site_and_keep_the_mean():
-    x = np.ones((40, 100))
-    runs = [(0, Run(True, 1, 2)), (0, Run(True, 1, 3)), (0, Run(True, 2, 2)), (1, Run(True, 1, 2))]
-    masks = [nn.Dropout(0.25, site).forward({}, x, run)[0] for site, run in runs]
-    assert len({mask.tobytes() for mask in masks}) == len(masks)
-    for mask in masks:
-        assert set(np.unique(mask)) == {0.0, 1 / 0.75}
-        assert mask.mean() == pytest.approx(1.0, abs=0.05)
-
-
 def test_dropout_outside_training_is_the_identity():
     x = np.ones((2, 3))
     assert nn.Dropout(0.5).forward({}, x, Run(training=False))[0] is x
     assert nn.Dropout(0.0).forward({}, x, Run(training=True))[0] is x
-
-
-def test_composites_name_parameters_by_dotted_path():
-    layers = "norm1 attention.qkv attention.projection norm2 feed_forward.expand feed_forward.projection"
-    wanted = [f"{layer}.{name}" for layer in layers.split() for name in ("weight", "bias")]
-    assert [spec.name for spec in nn.TransformerBlock(4, 2).specs()] == wanted
 
 
 def test_only_matrices_take_weight_decay():

@@ -113,10 +113,10 @@ def test_cross_entropy_is_a_sum_over_counted_targets(rng):
 
 
 def test_mean_squared_error_averages_outputs_and_sums_samples(rng):
-    prediction, target = rng.normal(size=(2, 4, 3))
-    loss, weight, _ = nn.MeanSquaredError().forward(prediction, target)
-    assert loss == pytest.approx(((prediction - target) ** 2).mean(axis=1).sum(), rel=1e-14)
-    assert weight == 4.0
+    for prediction, target in (rng.normal(size=(2, 4, 3)), rng.normal(size=(2, 4, 3, 2, 5))):
+        loss, weight, _ = nn.MeanSquaredError().forward(prediction, target)
+        mean = ((prediction - target) ** 2).reshape(4, -1).mean(axis=1)
+        assert (loss, weight) == (pytest.approx(mean.sum(), rel=1e-14), 4.0)
 
 
 def test_one_of_prediction_and_target_may_lack_a_last_axis_of_size_one(rng):

@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 from mpizero.errors import DataError
-from mpizero.nn import GPT, MLP, bind, evaluate, export_computation_graph, initial_parameters, loss_and_gradients
+from mpizero.nn import (
+    FNO,
+    GPT,
+    MLP,
+    Rollout,
+    UNet,
+    bind,
+    evaluate,
+    export_computation_graph,
+    initial_parameters,
+    loss_and_gradients,
+)
 from mpizero.types import BlockModel
 from tests.nn.checks import central_difference
 from tests.nn.groups import perturbed
@@ -39,16 +50,6 @@ def test_inputs_of_another_dtype_are_cast_to_the_models(rng):
     x = rng.integers(0, 9, (3, 4))
     assert evaluate(model, params, x).dtype == np.float32
     np.testing.assert_array_equal(evaluate(model, params, x), evaluate(model, params, x.astype(np.float64)))
-
-
-def test_a_regressor_with_one_output_takes_flat_targets(rng):
-    model = make(outputs=1, task="regression")
-    named = initial_parameters(model)
-    x, y = rng.normal(size=(5, 4)), rng.normal(size=5)
-    flat = loss_and_gradients(model, named, (x, y))
-    assert flat[0] == loss_and_gradients(model, named, (x, y[:, None]))[0]
-    prediction = evaluate(model, bind(model, named), x)[:, 0]
-    assert flat[0] == pytest.approx(float(((prediction - y) ** 2).sum()), rel=1e-14)
 
 
 def test_features_that_are_not_active_change_nothing(rng):
@@ -126,7 +127,17 @@ def test_a_compiled_predictor_keeps_its_own_parameters(rng):
     np.testing.assert_array_equal(predict(x), before)
 
 
-@pytest.mark.parametrize("model", [make(active_features=(1,)), GPT(dim=4, layers=2, heads=2, sequence=5, dropout=0.1)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        make(active_features=(1,)),
+        GPT(dim=4, layers=2, heads=2, sequence=5, dropout=0.1),
+        UNet(2, 3, width=4, groups=2, levels=2, space=(7, 4)),
+        FNO(2, 3, 3, modes=2, width=4, layers=2, space=(3, 5, 2)),
+        Rollout(FNO(2, 2, 1, modes=3, width=4, layers=1, space=(8,)), 3),
+    ],
+    ids=lambda model: type(model).__name__,
+)
 def test_the_exported_graph_is_json_and_names_every_parameter(model):
     graph = model.export_computation_graph()
     assert json.loads(json.dumps(graph)) == graph

@@ -34,11 +34,10 @@ def test_a_step_is_that_of_the_formula(program, rng):
     np.testing.assert_allclose(y, u + 0.1 * laplacian, rtol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_it_has_the_bits_of_one_process_on_every_cut(program, cut, dtype):
-    for space in ((13, 17, 11), (3, 8, 4)):
-        require_equal_bits(program.Diffusion(3), space[: len(cut)], 3, Cut(cut), np.dtype(dtype))
+def test_it_has_the_bits_of_one_process_on_every_cut(program, cut):
+    for space, dtype in (((13, 9, 11), np.float32), ((3, 8, 4), np.float64)):
+        require_equal_bits(program.Diffusion(3), space[: len(cut)], 3, Cut(cut), dtype)
 
 
 @dataclass(frozen=True)

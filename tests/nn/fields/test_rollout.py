@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from typing import Any
 
@@ -25,35 +24,11 @@ LAYERS = {
 }
 
 
-def repeated(name: str, steps: int = STEPS, **settings: Any) -> tuple[nn.Repeat, tuple[int, ...]]:
-    made, shape = LAYERS[name]
-    return (
-        nn.Repeat(made, steps, **settings) if isinstance(made, nn.Layer) else rolled(made, steps, **settings)
-    ), shape
-
-
-def rolled(model: Any, steps: int = STEPS, **settings: Any) -> Any:
-    return nn.Rollout(model, steps, **settings).blocks[""]
-
-
-@pytest.mark.parametrize(("last", "residual"), [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("name", LAYERS)
-def test_gradients_are_those_of_finite_differences(name, last, residual, rng):
-    layer, shape = repeated(name, 3, last=last, residual=residual)
-    x = 0.5 * rng.normal(size=(2, *shape))
-    require_contract(layer, x)
-    flat = {spec.name: rng.normal(0, 0.4, spec.shape) for spec in layer.specs()}
-    y, cache = layer.forward(nested(flat), x)
-    dy, (slopes, grads) = rng.normal(size=y.shape), gradient_slots(layer)
-    slopes["x"] = layer.backward(nested(flat), cache, dy, grads)
-    at = {**flat, "x": x}
-    for _ in range(8):
-        along, values = {key: rng.normal(size=one.shape) for key, one in at.items()}, []
-        for step in (1e-5, -1e-5):
-            moved = {key: one + step * along[key] for key, one in at.items()}
-            values.append(float((layer.forward(nested(moved), moved.pop("x"))[0] * dy).sum()))
-        expected = sum((slopes[key] * one).sum() for key, one in along.items())
-        assert (values[0] - values[1]) / 2e-5 == pytest.approx(expected, rel=1e-6, abs=1e-7)
+def repeated(name: str, **settings: Any) -> nn.Repeat:
+    made, _ = LAYERS[name]
+    if isinstance(made, nn.Layer):
+        return nn.Repeat(made, STEPS, **settings)
+    return nn.Rollout(made, STEPS, **settings).blocks[""]
 
 
 def unrolled(layer: nn.Repeat, params: Any, x: Any, dy: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -80,9 +55,9 @@ def unrolled(layer: nn.Repeat, params: Any, x: Any, dy: Any) -> tuple[Any, Any, 
 @pytest.mark.parametrize(("keep", "residual"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_rollout_has_the_bits_of_its_steps_one_after_the_other(name, keep, residual, rng):
-    layer, shape = repeated(name, activation_checkpointing=not keep, residual=residual)
+    layer = repeated(name, activation_checkpointing=not keep, residual=residual)
     _, params = random_parameters(layer, rng)
-    x = 0.3 * rng.normal(size=(2, *shape))
+    x = 0.3 * rng.normal(size=(2, *LAYERS[name][1]))
     y, cache = layer.forward(params, x)
     dy, (flat, grads) = rng.normal(size=y.shape), gradient_slots(layer)
     dx = layer.backward(params, cache, dy, grads)
@@ -91,12 +66,16 @@ def test_a_rollout_has_the_bits_of_its_steps_one_after_the_other(name, keep, res
     np.testing.assert_array_equal(dx, expected_dx)
     for parameter, value in flat.items():
         np.testing.assert_array_equal(value, expected[parameter], parameter)
-    only, (last, grads) = repeated(name, last=True, residual=residual)[0], gradient_slots(layer)
+    only, (last, grads) = repeated(name, last=True, residual=residual), gradient_slots(layer)
+    for form in (layer, only):
+        require_contract(form, x)
     end, cache = only.forward(params, x)
-    np.testing.assert_array_equal(end, np.split(y, STEPS, axis=-1)[-1])
-    dy = np.concatenate([np.zeros((*y.shape[:-1], y.shape[-1] - end.shape[-1])), dy[..., -end.shape[-1] :]], axis=-1)
-    only.backward(params, cache, np.split(dy, STEPS, axis=-1)[-1], grads)
-    expected = unrolled(layer, params, x, dy)[2]
+    channels = end.shape[-1]
+    np.testing.assert_array_equal(end, y[..., -channels:])
+    dy[..., :-channels] = 0
+    dx = only.backward(params, cache, dy[..., -channels:], grads)
+    _, expected_dx, expected = unrolled(layer, params, x, dy)
+    np.testing.assert_array_equal(dx, expected_dx)
     for parameter, value in last.items():
         np.testing.assert_array_equal(value, expected[parameter], parameter)
 
@@ -180,7 +159,7 @@ def test_a_dropout_has_one_mask_for_all_steps(rng):
     assert 0 < (states[0] == 0).sum() < 24
 
 
-def test_operations_shapes_and_the_exported_graph():
+def test_operations_and_shapes_are_those_of_all_steps():
     step = nn.FNO(2, 2, 1, modes=3, width=4, layers=1, space=(8,))
     net, once = nn.Rollout(step, 3), sum(one.forward for one in nn.model_operations(step, (8, 2)).values())
     count = nn.model_operations(net, (8, 2))[""]
@@ -189,12 +168,7 @@ def test_operations_shapes_and_the_exported_graph():
     kept = nn.model_operations(nn.Rollout(step, 3, activation_checkpointing=False), (8, 2))[""]
     assert count.backward_input - kept.backward_input == count.forward
     assert net.blocks[""].output_shape((8, 2)) == (8, 6)
-    graph = net.export_computation_graph()
-    assert json.loads(json.dumps(graph)) == graph
-    (node,) = graph["nodes"]
-    assert {p["name"]: tuple(p["shape"]) for p in node["parameters"]} == {
-        spec.name: spec.shape for spec in nn.model_specs(step)
-    }
+    (node,) = net.export_computation_graph()["nodes"]
     assert node["attributes"]["steps"] == 3
 
 

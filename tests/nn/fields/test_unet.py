@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.nn import UNet, bind, evaluate, initial_parameters, loss_and_gradients
-from mpizero.testing import check_model
 from mpizero.types import BlockModel
 from tests.nn.groups import TRAINING
 
@@ -57,12 +54,6 @@ def test_gradients_are_those_of_finite_differences(axes, options, rng):
         np.testing.assert_allclose((gradients[name] * direction).sum(), slope / 2, rtol=2e-6, atol=1e-8, err_msg=name)
 
 
-@pytest.mark.parametrize("task", ["regression", "classification"])
-def test_the_model_passes_the_check_of_own_models(task, rng):
-    model = make(1, task=task, levels=2)
-    assert "agree with differences" in str(check_model(model, *batch(model, rng)))
-
-
 @pytest.mark.parametrize("refine", ["nearest", "linear", "transposed"])
 @pytest.mark.parametrize("axes", SPACES)
 def test_outputs_have_the_extents_of_the_input_and_shapes_are_those_that_were_counted(axes, refine, rng):
@@ -101,17 +92,6 @@ def test_bytes_are_cast_and_a_sample_does_not_depend_on_others(rng):
     assert evaluate(model, params, x[:0]).shape == (0, 7, 4, 3)
 
 
-def test_a_training_learns(rng):
-    model = UNet(1, 1, axes=2, width=8, levels=2, groups=2, padding="periodic")
-    x = rng.normal(size=(16, 8, 6, 1)).astype(np.float32)
-    y = np.roll(x, (1, 2), axis=(1, 2))
-    with mz.distribute(model, mz.Adam(lr=0.02), "zero1", config=mz.Config(micro_batch=4), mesh=mz.Mesh("self")) as net:
-        losses = [net.train(x, y) for _ in range(20)]
-        assert losses[-1] < losses[0] / 5
-        assert net.evaluate(x, y).loss < losses[0] / 5
-        assert net.predict(x[:3]).shape == (3, 8, 6, 1)
-
-
 def test_no_predictor_is_compiled():
     with mz.ShardingConfig(comm="self") as config, mz.ZeRO1Model(make(), config) as net:
         assert not net.supports_jit_compilation
@@ -119,34 +99,12 @@ def test_no_predictor_is_compiled():
             net.jit_compile()
 
 
-def test_losses_of_fields_are_means_over_space_and_of_classes_sums(rng):
-    prediction, target = rng.normal(size=(2, 3, 4, 5)), rng.normal(size=(2, 3, 4, 5))
-    loss, weight, cache = mz.nn.MeanSquaredError().forward(prediction, target)
-    assert (loss, weight) == (pytest.approx(((prediction - target) ** 2).mean(axis=(1, 2, 3)).sum(), rel=1e-14), 2.0)
-    np.testing.assert_allclose(mz.nn.MeanSquaredError().backward(cache), (prediction - target) / 30, rtol=1e-14)
-    classes = rng.integers(-1, 5, (2, 3, 4))
-    loss, weight, _ = mz.nn.CrossEntropy().forward(prediction, classes)
-    chosen = np.take_along_axis(prediction, np.maximum(classes, 0)[..., None], -1)[..., 0]
-    each = np.log(np.exp(prediction).sum(-1)) - chosen
-    assert (loss, weight) == (pytest.approx(each[classes >= 0].sum(), rel=1e-14), (classes >= 0).sum())
-    with pytest.raises(DataError, match=r"integers of shape \(2, 3, 4\)"):
-        mz.nn.CrossEntropy().forward(prediction, classes[..., None])
-    with pytest.raises(DataError, match=r"the target has shape \(2, 3, 4\)"):
-        mz.nn.MeanSquaredError().forward(prediction, classes)
-
-
-def test_the_exported_graph_names_every_parameter_and_joins_skips():
-    model = make(levels=2)
-    graph = model.export_computation_graph()
-    assert json.loads(json.dumps(graph)) == graph
-    nodes = {node["name"]: node for node in graph["nodes"]}
-    assert all(source in nodes or source == "x" for node in nodes.values() for source in node["inputs"])
+def test_the_exported_graph_joins_skips():
+    nodes = {node["name"]: node for node in make(levels=2).export_computation_graph()["nodes"]}
     skip = "down.0.convolutions.activation2"
     assert nodes["up.0.crop"]["shape"] == ["samples", 7, 4, 4]
     assert nodes["up.0.concatenate"] | {"inputs": [skip, "up.0.crop"]} == nodes["up.0.concatenate"]
     assert nodes["down.0.coarsen"]["inputs"] == [skip]
-    shapes = {p["name"]: tuple(p["shape"]) for node in graph["nodes"] for p in node["parameters"]}
-    assert shapes == {name: value.shape for name, value in initial_parameters(model).items()}
     with pytest.raises(AttributeError, match=r"space=\(64, 64\)"):
         UNet(1, 1).export_computation_graph()
 
