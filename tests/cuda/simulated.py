@@ -22,8 +22,8 @@ def config(comm=None, **settings):
 
 
 @contextmanager
-def bound(network, optimizer, comm=None, place=mz.DDPModel, **settings):
+def bound(network, optimizer, comm=None, place=mz.DDPModel, loss_scale=None, **settings):
     """Place a network, and bind an optimizer to it."""
     with config(comm, **settings) as sharding, place(network, sharding) as model:
-        model._engine.bind(optimizer)
+        mz.ShardedOptimizer(optimizer, sharding, loss_scale=loss_scale).set_model(model)
         yield model

@@ -105,14 +105,7 @@ CLIPPED = {"clip": 0.1, "accumulate": 2, "micro_batch": 2}
 
 @pytest.mark.parametrize(
     ("optimizer", "kind", "settings"),
-    [
-        ("adamw", "plain", {}),
-        ("lamb", "plain", CLIPPED),
-        ("adamw", "tied", CLIPPED),
-        ("lamb", "tied", {}),
-        ("adamw", "frozen", {}),
-        ("lamb", "frozen", CLIPPED),
-    ],
+    [("adamw", "tied", CLIPPED), ("lamb", "tied", {}), ("adamw", "frozen", {}), ("lamb", "frozen", CLIPPED)],
 )
 def test_sums_and_updates_on_a_gpu_have_the_hosts_bits(optimizer, kind, settings):
     """The simulator rounds as the host does; with the optimizer there, gradients go there as well."""
@@ -140,13 +133,11 @@ def test_what_is_written_on_the_host_counts_from_then_on():
 
 def test_gradients_by_hand_come_to_the_host_and_go_back():
     def found(where):
-        with one_each(optimizer_device=where, clip=0.1) as sharding, mz.ZeRO2Model(network(), sharding) as model:
-            optimizer = mz.ZeRO2Optimizer(OPTIMIZERS["lamb"], sharding)
-            optimizer.set_model(model)
+        with alone(optimizer="lamb", place=mz.ZeRO2Model, optimizer_device=where, clip=0.1) as model:
             model.train(*batch())
             gradients = model.compute_gradients(*batch())
             assert isinstance(gradients.values, np.ndarray)
-            optimizer.step()
+            model.optimizer.step()
             model.train(*batch())
             return gradients.values.tobytes(), model.gather_full_parameters().tobytes()
 
@@ -155,13 +146,10 @@ def test_gradients_by_hand_come_to_the_host_and_go_back():
 
 def test_local_gradients_are_the_hosts():
     def found(where):
-        settings = {"optimizer_device": where, "auto_sync_gradients": False}
-        with one_each(**settings) as sharding, mz.DDPModel(network(), sharding) as model:
-            optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding)
-            optimizer.set_model(model)
+        with alone(optimizer_device=where, auto_sync_gradients=False) as model:
             local = model.compute_gradients(*batch())
             model.synchronize_gradients()
-            optimizer.step()
+            model.optimizer.step()
             return local.values.tobytes(), model.gather_full_parameters().tobytes()
 
     assert found(None) == found("cpu")
@@ -216,11 +204,9 @@ def test_a_parameter_that_turned_over_on_the_gpu_is_found_and_named():
     ("place", "settings", "kind"),
     [
         (mz.DDPModel, {}, "plain"),
-        (mz.ZeRO2Model, {"accumulate": 2, "micro_batch": 2}, "plain"),
-        (mz.ZeRO2Model, {}, "tied"),
-        (mz.DDPModel, {"accumulate": 2, "micro_batch": 2}, "tied"),
-        (mz.DDPModel, {}, "frozen"),
-        (mz.ZeRO2Model, {"accumulate": 2, "micro_batch": 2}, "frozen"),
+        (mz.ZeRO2Model, {}, "frozen"),
+        (mz.DDPModel, {"accumulate": 2, "micro_batch": 2}, "frozen"),
+        (mz.ZeRO2Model, {"accumulate": 2, "micro_batch": 2}, "tied"),
     ],
 )
 def test_a_plan_tells_what_lies_where_to_the_byte(place, settings, kind):

@@ -55,34 +55,24 @@ def network(dtype="float32"):
     return mz.nn.MLP(3, (4,), 2, dtype=dtype)
 
 
-def found_of(model, optimizer):
+def found_of(model):
     """Return parameters, and state by slot and name, as bytes."""
-    told = optimizer.state_dict()
+    told = model.optimizer.state_dict()
     state = {(slot, n): a.tobytes() for slot, arrays in told["state"].items() for n, a in arrays.items()}
     return model.gather_full_parameters().tobytes(), state, told["step_count"]
 
 
-def trained(optimizer, comm=None, *, place=mz.DDPModel, dtype="float32", steps=3, **settings):
-    with config(comm, **settings) as sharding, place(network(dtype), sharding) as model:
-        bound = OPTIMIZER_OF[place](OPTIMIZERS[optimizer], sharding)
-        bound.set_model(model)
+def trained(optimizer, comm=None, *, dtype="float32", steps=3, **settings):
+    with bound(network(dtype), OPTIMIZERS[optimizer], comm, **settings) as model:
         losses = train(model, steps, dtype)
         on_device = isinstance(model._engine.updater, DeviceUpdater)
         assert on_device == (settings.get("optimizer_device") != "cpu")
-        return losses, found_of(model, bound)
+        return losses, found_of(model)
 
 
 @functools.cache
 def two_steps_alone(optimizer):
     return trained(optimizer, steps=2)
-
-
-OPTIMIZER_OF = {
-    mz.DDPModel: mz.DDPOptimizer,
-    mz.ZeRO1Model: mz.ZeRO1Optimizer,
-    mz.ZeRO2Model: mz.ZeRO2Optimizer,
-    mz.ZeRO3Model: mz.ZeRO3Optimizer,
-}
 
 
 @pytest.mark.parametrize(
@@ -158,32 +148,28 @@ def test_state_on_a_gpu_is_saved_as_the_hosts_and_loads_on_both(tmp_path):
 
 
 def test_a_state_dict_and_a_clone_carry_the_state():
-    with config() as sharding, mz.DDPModel(network(), sharding) as model, mz.DDPModel(network(), sharding) as other:
-        first, second = (mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding) for _ in range(2))
-        first.set_model(model)
-        second.set_model(other)
+    with bound(network(), OPTIMIZERS["adamw"]) as model, bound(network(), OPTIMIZERS["adamw"]) as other:
         train(model, 2)
-        second.load_state_dict(first.state_dict())
+        other.optimizer.load_state_dict(model.optimizer.state_dict())
         other.set_parameters(model.get_parameters())
         with model.deep_copy() as copy:
             for follower in (model, other, copy):
                 train(follower, 1)
-            assert found_of(other, second) == found_of(model, first)
+            assert found_of(other) == found_of(model)
             assert copy.gather_full_parameters().tobytes() == model.gather_full_parameters().tobytes()
-        first.reset()
-        assert not any(a.any() for arrays in first.state_dict()["state"].values() for a in arrays.values())
+        model.optimizer.reset()
+        state = model.optimizer.state_dict()["state"]
+        assert not any(array.any() for arrays in state.values() for array in arrays.values())
 
 
 def test_replicated_state_that_differs_is_repaired_on_the_gpu():
     def repair(comm):
-        with config(comm, **PRIVATE) as sharding, mz.DDPModel(network(), sharding) as model:
-            optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding)
-            optimizer.set_model(model)
+        with bound(network(), OPTIMIZERS["adamw"], comm, **PRIVATE) as model:
             train(model, 1)
             right = model._engine.updater.host_state()["exp_avg"].copy()
             if comm.rank == 1:
                 model._engine.updater.state["exp_avg"][3] = 7.0
-            repaired = optimizer.synchronize_optimizer_state()
+            repaired = model.optimizer.synchronize_optimizer_state()
             return repaired, np.array_equal(model._engine.updater.state["exp_avg"].get(), right)
 
     assert run_in_threads(2, repair) == [(1, True)] * 2
@@ -199,16 +185,14 @@ def test_a_bit_that_turned_over_on_the_gpu_is_found_and_named():
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the simulator's kernels meet an infinite sample
 def test_a_skipped_step_leaves_state_and_parameters_on_the_gpu_as_they_were():
-    with config() as sharding, mz.DDPModel(network(), sharding) as model:
-        optimizer = mz.DDPOptimizer(OPTIMIZERS["adamw"], sharding, loss_scale=mz.DynamicLossScale())
-        optimizer.set_model(model)
+    with bound(network(), OPTIMIZERS["adamw"], loss_scale=mz.DynamicLossScale()) as model:
         train(model, 1)
-        before = found_of(model, optimizer)
+        before = found_of(model)
         x, y = batch()
         x[0, 0] = np.inf
         model.train(x, y)
         assert model.last_step.skipped
-        assert found_of(model, optimizer) == before
+        assert found_of(model) == before
 
 
 class Own:

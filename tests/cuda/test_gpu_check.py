@@ -42,7 +42,7 @@ def checked(out, *options, packages=None, **environment):
         environment["PYTHONPATH"] = str(packages)
     done = subprocess.run(
         [ROOT / "scripts" / "gpu_check.sh", *options, out.name],  # from another folder, to which the name is relative
-        cwd=out.parent, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        cwd=out.parent, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     results = out / "results.json"
     found = json.loads(results.read_text())["parts"] if results.exists() else []
