@@ -113,21 +113,20 @@ def foreign_link(root):
     os.chown(root, STRANGER, STRANGER, follow_symlinks=False)
 
 
+HOMES = [("MPIZERO_CACHE_DIR", "a/b", "a/b"), ("XDG_CACHE_HOME", "a", "a/mpizero"), ("HOME", "a", "a/.cache/mpizero")]
+SPOILS = [
+    (lambda root: root.chmod(0o775), "{root} can be written by group"),
+    (lambda root: (root / "kernels-0").chmod(0o777), "kernels-0 can be written by all users (mode 0777)"),
+    (lambda root: os.chown(root, STRANGER, STRANGER), "{root} belongs to user 65534"),
+    (lambda root: os.chown(root / "kernels-0", STRANGER, STRANGER), "kernels-0 belongs to user 65534"),
+    (lambda root: root.parent.chmod(0o777), "{root.parent} can be written by all users and has no sticky bit"),
+    (foreign_link, "{root} is a link of user 65534"),
+]
+
+
 @needs_root
 @pytest.mark.parametrize(
-    ("spoil", "said"),
-    [
-        (lambda root: root.chmod(0o775), "{root} can be written by group"),
-        (lambda root: (root / "kernels-0").chmod(0o777), "kernels-0 can be written by all users (mode 0777)"),
-        (lambda root: os.chown(root, STRANGER, STRANGER), "{root} belongs to user 65534"),
-        (lambda root: os.chown(root / "kernels-0", STRANGER, STRANGER), "kernels-0 belongs to user 65534"),
-        (lambda root: root.parent.chmod(0o777), "{root.parent} can be written by all users and has no sticky bit"),
-        (foreign_link, "{root} is a link of user 65534"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("variable", "value", "where"),
-    [("MPIZERO_CACHE_DIR", "a/b", "a/b"), ("XDG_CACHE_HOME", "a", "a/mpizero"), ("HOME", "a", "a/.cache/mpizero")],
+    ("spoil", "said", "variable", "value", "where"), [(*s, *HOMES[i % 3]) for i, s in enumerate(SPOILS)]
 )
 def test_a_folder_that_others_can_write_is_refused_and_a_private_one_taken(
     temporary, monkeypatch, spoil, said, variable, value, where

@@ -57,7 +57,7 @@ def start(checkout, program=STEP, place=1):
 
 
 def finish(process):
-    out, told = process.communicate(timeout=120)
+    out, told = process.communicate(timeout=600)
     assert process.returncode == 0, told
     return out.split("\n")[:-1], told
 
