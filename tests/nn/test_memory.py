@@ -38,5 +38,5 @@ def test_steps_after_the_first_fault_no_memory_in():
         counts[mode] = done.stdout.strip()
     if counts["keep"] == "unknown":
         pytest.skip("the C library is not glibc")
-    assert int(counts["keep"]) < 100, counts
-    assert int(counts["keep"]) < int(counts["default"]), "the setting changes nothing: it has no reason to exist"
+    # Not none at all: a busy machine takes pages away, too.
+    assert 10 * int(counts["keep"]) < int(counts["default"]), counts

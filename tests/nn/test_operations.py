@@ -12,7 +12,7 @@ from mpizero import nn
 from mpizero.kernels import matmul
 from mpizero.nn.models import run_on
 from mpizero.types import EVALUATE, ParameterSpec
-from tests.nn.groups import TRAINING, Apart, Counted, Model, each_block, on_ranks, slots_of
+from tests.nn.groups import TRAINING, Counted, Model, each_block, on_ranks, slots_of
 
 small = partial(nn.GPT, dim=8, heads=4, vocabulary=5)
 MODELS = {
@@ -78,14 +78,6 @@ def test_counts_are_those_of_the_rank_s_own_products_and_the_work_is_dealt(name,
         ranks = on_ranks(size, work)
         for block, whole in nn.model_operations(model, shape).items():
             assert sum((counts[block] for counts in ranks), nn.Operations()) == whole, "none is repeated"
-
-
-def test_work_falls_by_the_size_of_the_group():
-    model = nn.GPT(dim=32, layers=2, heads=4, sequence=16, vocabulary=64)
-    whole = nn.model_operations(model, (16,))
-    for size in (2, 4):
-        own = nn.model_operations(nn.split_model(model, Apart(1, size)), (16,))
-        assert {block: times(size, counts) for block, counts in own.items()} == whole
 
 
 def test_a_whole_step_is_the_sum_of_its_blocks():

@@ -216,13 +216,16 @@ def trained(comm: Any, net: Any, strategy: str, **mesh: Any) -> tuple[str, list[
         return model.parameters_sha256(), losses, model.evaluate(x[:, *here], y[:, *here]).loss
 
 
-@pytest.mark.parametrize(("axes", "dtype"), [(1, "float64"), (2, "float32"), (3, "float64")])
-def test_an_operator_has_the_bits_of_one_process_on_every_cut_strategy_and_number_of_stages(axes, dtype):
+@pytest.mark.parametrize(
+    ("cuts", "dtype"), [([(2,), (3,), (8,)], "float32"), ([(1, 2, 1), (2, 2, 2)], "float64")], ids=["line", "volume"]
+)
+def test_an_operator_has_the_bits_of_one_process_on_every_cut_strategy_and_number_of_stages(cuts, dtype):
+    """Of a line and of a volume; planes are in ``tests/parallel/partition/test_rollout.py``."""
+    axes = len(cuts[0])
     net = nn.FNO(
         2, 1, axes, modes=(5, 4, 3)[:axes], width=6, layers=2, space=(13, 9, 5)[:axes], dtype=dtype, padding=0.2
     )
     alone = trained("self", net, "ddp")
-    cuts = {1: [(2,), (3,), (8,)], 2: [(2, 1), (2, 2), (1, 3), (4, 2)], 3: [(1, 2, 1), (2, 2, 1), (2, 2, 2)]}[axes]
     for number, cut in enumerate(cuts):
         ranks, strategy = int(np.prod(cut)), ("zero3", "zero1", "zero2", "ddp")[(number + axes) % 4]
         for found in run_in_threads(ranks, lambda comm, cut=cut, s=strategy: trained(comm, net, s, domain=cut)):
