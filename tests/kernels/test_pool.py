@@ -12,7 +12,7 @@ from mpizero.kernels.jit import DividedKernel
 
 DIVIDED = {
     f"{module.__name__.rpartition('.')[2]}.{name}": kernel
-    for module in (layers, layers, losses, layers)
+    for module in (layers, losses)
     for name, kernel in vars(module).items()
     if isinstance(kernel, DividedKernel)
 }

@@ -80,3 +80,14 @@ def require_contract(layer, x, run=EVALUATE):
         if dx is not None:
             np.testing.assert_array_equal(dx, half_dx)
             assert (dx.dtype, dx.shape) == (dtype, here.shape)
+
+
+def require_layer(layer, shape, rng, run=EVALUATE):
+    """Check gradients and contract of a layer of arrays, and that no samples have gradients of zero."""
+    assert require_gradients(layer, rng.normal(size=shape), run) is not None
+    require_contract(layer, rng.normal(size=shape), run)
+    (_, params), (flat, grads) = random_parameters(layer, rng), gradient_slots(layer)
+    y, cache = layer.forward(params, np.empty((0, *shape[1:])), run)
+    assert y.shape == (0, *layer.output_shape(shape[1:]))
+    assert layer.backward(params, cache, np.empty(y.shape), grads).shape == (0, *shape[1:])
+    assert not any(gradient.any() for gradient in flat.values())

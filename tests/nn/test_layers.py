@@ -8,7 +8,7 @@ from mpizero.errors import DataError
 from mpizero.layout.flat import nested
 from mpizero.testing import taylor_test
 from mpizero.types import Run
-from tests.nn.checks import gradient_slots, random_parameters, require_contract, require_gradients
+from tests.nn.checks import gradient_slots, random_parameters, require_contract, require_gradients, require_layer
 
 TRAINING = Run(training=True, seed=3, step=5, first_sample=11)
 
@@ -39,13 +39,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_those_of_finite_differences_and_zero_of_no_samples_and_halves_make_the_whole(name, rng):
-    layer, shape = LAYERS[name]
-    assert require_gradients(layer, rng.normal(size=shape), TRAINING) is not None
-    require_contract(layer, rng.normal(size=shape), TRAINING)
-    (_, params), (flat, grads) = random_parameters(layer, rng), gradient_slots(layer)
-    y, cache = layer.forward(params, np.empty((0, *shape[1:])), TRAINING)
-    assert layer.backward(params, cache, np.empty(y.shape), grads).shape == (0, *shape[1:])
-    assert not any(gradient.any() for gradient in flat.values())
+    require_layer(*LAYERS[name], rng, TRAINING)
 
 
 @pytest.mark.parametrize(

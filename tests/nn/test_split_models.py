@@ -242,6 +242,7 @@ def test_a_cut_model_has_the_parameters_of_the_whole():
     assert {n: b.specs() for n, b in part.blocks.items()} == {n: b.specs() for n, b in model.blocks.items()}
     for form in (part, nn.split_model(model, groups.Apart(0, 2))):
         assert isinstance(form, BlockModel)
+        assert isinstance(form.blocks["blocks.1"], nn.Checkpointed)
         assert (form.dtype, form.seed) == (model.dtype, model.seed)
 
 

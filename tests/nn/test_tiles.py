@@ -105,17 +105,17 @@ def test_tiles_that_call_different_collectives_are_told():
 IDS = np.random.default_rng(0).integers(0, 3, (2, 5, 11))
 
 
-def trained(comm, model, batch, tiles, *, tensor=1, context=1, pipeline=1, stage=1, **settings):
+def trained(comm, model, tiles, *, tensor=1, context=1, pipeline=1, stage=1, **settings):
     replicas = 1 if comm is None else comm.size // (tensor * context * pipeline)
     replica = 0 if comm is None else comm.rank // context % replicas
-    own = [np.array_split(a, replicas)[replica] for a in batch]
+    own = [np.array_split(a, replicas)[replica] for a in IDS]
     sizes = {"tensor_parallel_size": tensor, "context_parallel_size": context, "pipeline_parallel_size": pipeline}
     with (
         mz.ShardingConfig(comm=comm, micro_batch=2, tiles=tiles, **settings) as config,
         mz.HybridShardedModel(model, config, **sizes, zero_stage=stage, optimizer=mz.AdamW(lr=1e-2)) as sharded,
     ):
         losses = [sharded.train(*own) for _ in range(2)]
-        return losses, sharded.parameters_sha256(), sharded.predict(batch[0]).tobytes(), sharded.evaluate(*own)
+        return losses, sharded.parameters_sha256(), sharded.predict(IDS[0]).tobytes(), sharded.evaluate(*own)
 
 
 @pytest.mark.slow
@@ -123,13 +123,13 @@ def test_tiles_of_both_axes_have_the_bits_of_both_groups():
     """Losses, parameters, predictions and evaluations. A tile of four has no item of a vocabulary of three."""
     settings = {"dim": 16, "layers": 2, "heads": 4, "sequence": 11, "vocabulary": 3, "dropout": 0.1}
     model, asked = mz.nn.GPT(**settings, activation_checkpointing=True), {"tensor": 4, "context": 2}
-    alone = trained(None, model, IDS, asked)
-    assert alone[1] != trained(None, model, IDS, None)[1], "tiles are not without effect"
+    alone = trained(None, model, asked)
+    assert alone[1] != trained(None, model, None)[1], "tiles are not without effect"
     for ranks, layout in (
         (2, {"tensor": 2}),
         (2, {"context": 2, "stage": 3}),
         (4, {"tensor": 2, "pipeline": 2, "stage": 2, "share_node_memory": False}),
         (8, {"tensor": 4, "context": 2, "stage": 0}),
     ):
-        found = run_in_threads(ranks, lambda comm, layout=layout: trained(comm, model, IDS, asked, **layout))
+        found = run_in_threads(ranks, lambda comm, layout=layout: trained(comm, model, asked, **layout))
         assert all(rank == alone for rank in found), (ranks, layout)  # short: the difference itself would fill pages

@@ -34,6 +34,11 @@ def test_rates_rise_during_the_warm_up_and_never_after(steps, data, shape):
     assert all(0 < rate <= 0.3 for rate in rates)
 
 
+def test_a_schedule_is_a_value():
+    assert optim.cosine(0.1, 10) == optim.cosine(0.1, 10) != optim.linear(0.1, 10)
+    assert hash(optim.cosine(0.1, 10)) == hash(optim.cosine(0.1, 10))
+
+
 def test_a_schedule_may_return_an_array_without_axes_as_those_of_other_libraries_do():
     array = np.array(0.25, np.float32)
     assert rate_at("SGD", lambda step: array, 3) == 0.25

@@ -14,7 +14,7 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.layout.fields import Cut
 from mpizero.nn.domain_parallel import loss_on_domain
 from mpizero.nn.space import Domain
-from mpizero.testing import run_in_threads
+from mpizero.testing import run_in_threads, taylor_test
 
 SPACES = {1: (9,), 2: (7, 5), 3: (3, 5, 4)}
 HIGHEST = {1: (4,), 2: (2, 2), 3: (1, 2, 1)}
@@ -76,12 +76,7 @@ def test_gradients_are_those_of_finite_differences(name, axes, rng):
     for given in (target, inside, np.nan_to_num(target["target"])):
         gradient = loss.backward(loss.forward(prediction, given)[2], 0.5)
         assert gradient.shape == prediction.shape
-        for _ in range(4):
-            direction, losses = rng.normal(size=prediction.shape), []
-            for step in (1e-5, -1e-5):
-                losses.append(loss.forward(prediction + step * direction, given)[0])
-            slope = (losses[0] - losses[1]) / 2e-5
-            np.testing.assert_allclose(2 * (gradient * direction).sum(), slope, rtol=1e-6, atol=1e-7)
+        taylor_test(lambda point, given=given: 0.5 * loss.forward(point, given)[0], gradient, prediction)
 
 
 def by_numpy(loss: nn.RelativeL2Loss, prediction: Any, target: Any, weight: Any, lengths: Any) -> Any:

@@ -12,7 +12,7 @@ from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.layout.fields import tile_boxes, tree_sum
 from mpizero.layout.flat import nested
 from mpizero.nn.layer import Graph, NodeOutput
-from tests.nn.checks import gradient_slots, random_parameters, require_contract, require_gradients
+from tests.nn.checks import gradient_slots, random_parameters, require_layer
 
 #: Space by the number of axes: odd extents, and one axis of a single position.
 SPACES = {1: (7,), 2: (5, 3), 3: (3, 1, 5)}
@@ -50,14 +50,7 @@ CASES = [(name, axes) for name, axes in product(LAYERS, SPACES) if fits(LAYERS[n
 
 @pytest.mark.parametrize(("name", "axes"), CASES)
 def test_gradients_are_those_of_finite_differences_and_zero_of_no_samples_and_halves_make_the_whole(name, axes, rng):
-    layer, shape = LAYERS[name], (2, *SPACES[axes], 6)
-    assert require_gradients(layer, rng.normal(size=shape)) is not None
-    require_contract(layer, rng.normal(size=shape))
-    (_, params), (flat, grads) = random_parameters(layer, rng), gradient_slots(layer)
-    y, cache = layer.forward(params, np.empty((0, *shape[1:])))
-    assert y.shape == (0, *layer.output_shape(shape[1:]))
-    assert layer.backward(params, cache, np.empty(y.shape), grads).shape == (0, *shape[1:])
-    assert not any(gradient.any() for gradient in flat.values())
+    require_layer(LAYERS[name], (2, *SPACES[axes], 6), rng)
 
 
 spaces = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

@@ -15,7 +15,7 @@ from mpizero.errors import ConfigError, DataError
 from mpizero.kernels import spectral
 from mpizero.testing import check_model, run_in_threads
 from mpizero.types import BlockModel
-from tests.nn.checks import gradient_slots, random_parameters, require_contract
+from tests.nn.checks import gradient_slots, random_parameters, require_layer
 
 
 def by_fft(x: Any, weight: Any, layer: nn.SpectralConv) -> Any:
@@ -73,13 +73,7 @@ def test_values_and_gradients_are_those_of_numpy_fft(seed):
     ("modes", "space"), [((4,), (7,)), ((3, 5), (5, 6)), ((3, 2, 4), (3, 4, 5)), ((1, 1), (2, 1))], ids=str
 )
 def test_the_layer_keeps_the_contract_of_layers(modes, space, rng):
-    layer = nn.SpectralConv(2, 3, modes, padding=0.25)
-    require_contract(layer, rng.normal(size=(2, *space, 2)))
-    (_, params), (flat, grads) = random_parameters(layer, rng), gradient_slots(layer)
-    y, cache = layer.forward(params, np.empty((0, *space, 2)))
-    assert layer.backward(params, cache, np.empty(y.shape), grads).shape == (0, *space, 2)
-    assert y.shape == (0, *space, 3)
-    assert not flat["weight"].any()
+    require_layer(nn.SpectralConv(2, 3, modes, padding=0.25), (2, *space, 2), rng)
 
 
 def test_float32_has_the_precision_of_float32(rng):

@@ -6,6 +6,7 @@ import pytest
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError, UnsupportedError
 from mpizero.nn import UNet, bind, evaluate, initial_parameters, loss_and_gradients
+from mpizero.testing import taylor_test
 from mpizero.types import BlockModel
 from tests.nn.groups import TRAINING
 
@@ -41,17 +42,9 @@ def test_gradients_are_those_of_finite_differences(axes, options, rng):
     model = make(axes, **options)
     assert isinstance(model, BlockModel)
     named, (x, y) = initial_parameters(model), batch(model, rng, 1)
-    params = bind(model, named)
-    _, weight, gradients = loss_and_gradients(model, named, (x, y), TRAINING, scale=0.5)
+    _, weight, gradients = loss_and_gradients(model, named, (x, y), TRAINING)
     assert weight == ((y >= 0).sum() if model.task == "classification" else np.prod(model.space)), "positions"
-    for name, value in named.items():
-        start, direction, losses = value.copy(), rng.normal(size=value.shape), []
-        for step in (1e-5, -1e-5):
-            value[...] = start + step * direction
-            losses.append(model.loss.forward(evaluate(model, params, x, TRAINING), y)[0])
-        value[...] = start
-        slope = (losses[0] - losses[1]) / 2e-5
-        np.testing.assert_allclose((gradients[name] * direction).sum(), slope / 2, rtol=2e-6, atol=1e-8, err_msg=name)
+    taylor_test(lambda point: loss_and_gradients(model, point, (x, y), TRAINING)[0], gradients, named)
 
 
 @pytest.mark.parametrize("refine", ["nearest", "linear", "transposed"])
