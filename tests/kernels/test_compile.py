@@ -36,8 +36,8 @@ print("w", w[0], "numba" in sys.modules)
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the package that a test may edit."""
-    shutil.copytree(PACKAGE, tmp_path / "mpizero", ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the package that a test may edit, with its bytecode: four processes need not make it again."""
+    shutil.copytree(PACKAGE, tmp_path / "mpizero")
     return tmp_path
 
 
