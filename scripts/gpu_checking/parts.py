@@ -44,8 +44,8 @@ PARTS = (
 )
 #: Parts that fail, each in its way, to show how that is told; they run only if they are asked for by name.
 REHEARSED = {
-    "crash": Part("crash", "failing.crash", 20, "a part that ends by a signal", gpu=False),
+    "crash": Part("crash", "failing.crash", 120, "a part that ends by a signal", gpu=False),
     "hang": Part("hang", "failing.hang", 1, "a part that does not end", gpu=False),
-    "memory": Part("memory", "failing.memory", 20, "a part for which the GPU's memory is too small", gpu=False),
-    "broken": Part("broken", "failing.broken", 20, "a part that cannot be imported", gpu=False),
+    "memory": Part("memory", "failing.memory", 120, "a part for which the GPU's memory is too small", gpu=False),
+    "broken": Part("broken", "failing.broken", 120, "a part that cannot be imported", gpu=False),
 }
