@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,9 +98,9 @@ def test_a_run_lists_its_checkpoints_with_the_damaged_ones(tool):
     first, second = json.loads(told.out)["checkpoints"]
     assert (first["step"], first["sound"], second["step"], second["sound"]) == (4, False, 6, True)
     assert "manifest.json" in first["problem"]
-    assert second["samples"] == 36
-    assert second["layout"]["ranks"] == 1
-    assert 0 <= second["age_seconds"] < 3600
+    assert (second["samples"], second["layout"]["ranks"]) == (36, 1)
+    written = Path("run/checkpoints/step_00000006/manifest.json").stat().st_mtime
+    assert -1 <= second["age_seconds"] <= time.time() - written + 1  # of clocks of other granularity
     text = tool("checkpoint", "inspect", "run/checkpoints").out.splitlines()
     assert re.match(r" +4 .*damaged", text[1])
     assert re.match(r" +6 .*sound", text[2])
@@ -109,7 +110,9 @@ def test_a_run_lists_its_checkpoints_with_the_damaged_ones(tool):
 def test_one_checkpoint_tells_what_it_is(tool, trained):
     told = tool("checkpoint", "inspect", "run/checkpoints/step_00000006", "--json", "--arrays")
     found = json.loads(told.out)
-    assert (found["step"], found["samples"], found["loss"]) == (6, 36, trained[1].result["loss"])
+    assert (found["step"], found["samples"], found["seed"]) == (6, 36, 0)
+    assert found["loss"] == trained[1].result["loss"]
+    assert {"python", "numpy", "h5py"} <= found["versions"].keys()
     assert found["optimizer"] == {"name": "AdamW", "slots": ["exp_avg", "exp_avg_sq"], "step_count": 6}
     assert found["layout"]["strategy"] == "ZeRO-2"
     assert found["configuration"]["model"]["dim"] == 16

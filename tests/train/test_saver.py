@@ -164,16 +164,6 @@ def test_every_nth_step_is_kept_for_ever_beside_the_newest_and_arrays_are_aligne
     assert any(nbytes >= 1024 for nbytes, _ in found)
 
 
-def test_a_checkpoint_says_what_it_comes_from(trained):
-    commands, _ = trained
-    with checkpoint.open_checkpoint(commands.folder / "run/checkpoints/step_00000004") as reader:
-        own, model = reader.attributes["training"], reader.attributes["mpizero"]
-    assert (own["step"], own["samples"], own["seed"]) == (4, 24, 0)
-    assert own["config"]["model"]["dim"] == 16
-    assert {"python", "numpy", "h5py"} <= own["versions"].keys()
-    assert (model["layout"]["ranks"], model["step_number"]) == (1, 4)
-
-
 def test_a_back_end_that_is_not_installed_is_missed_before_training(mpizero, on_threads):
     if h5py.get_config().mpi:
         assert mpizero.train(2, "train.steps=2", 'checkpoint.backend="mpio"').status == 0

@@ -10,6 +10,7 @@ import pytest
 
 from mpizero.cli.commands import settings
 from mpizero.errors import ExitStatus
+from tests.train.conftest import PATIENCE
 
 #: What is typed, and some of what is offered then.
 TYPED = [
@@ -35,10 +36,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
 def offered(shell: str, script: str, line: str, folder: str) -> set[str]:
     """What a shell offers for a line."""
     before = ["-c", ASK[shell], "bash"] if shell == "bash" else ["--no-config", "-c", ASK[shell]]
-    done = subprocess.run(
-        [shell, *before, script, line], cwd=folder, capture_output=True, text=True, timeout=30, check=True
-    )
-    return set(done.stdout.split())
+    told = subprocess.check_output([shell, *before, script, line], cwd=folder, text=True, timeout=PATIENCE)
+    return set(told.split())
 
 
 @pytest.mark.parametrize("shell", list(ASK))
@@ -56,7 +55,7 @@ def test_a_script_for_zsh_is_one_that_zsh_can_read(on_threads):
     if not shutil.which("zsh"):
         pytest.skip("there is no zsh")
     (on_threads.folder / "_mpizero").write_text(on_threads(1, "completion", "zsh").out)
-    subprocess.run(["zsh", "-n", "_mpizero"], cwd=on_threads.folder, check=True, timeout=30)
+    subprocess.run(["zsh", "-n", "_mpizero"], cwd=on_threads.folder, check=True, timeout=PATIENCE)
 
 
 def test_settings_of_every_section_are_offered():

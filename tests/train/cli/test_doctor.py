@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import socket
 import sys
@@ -14,6 +13,7 @@ import pytest
 from mpizero._util.text import wants_colour
 from mpizero.comm.startup import one_process
 from mpizero.testing import run_in_threads
+from mpizero.tools import doctor
 from mpizero.tools.doctor import CheckResult, bug_report, check_cores, check_messages, check_torch
 from mpizero.train import machine
 
@@ -90,12 +90,13 @@ def test_calls_of_mpi_are_counted_until_a_message_has_gone_to_the_next_node(monk
     assert {found.text for found in run_in_threads(3, lambda comm: check_messages(Nodes(comm), 1))} == {
         "all ranks are on one node"
     }
-    for found in run_in_threads(7, lambda comm: check_messages(Nodes(comm), 1)):
-        assert (found.status, found.text[:25]) == ("ok", "1 MiB between nodes takes")
-    for calls, told in ((149, "takes 149 calls"), (501, "takes more than 500 calls")):
+    counts = run_in_threads(7, lambda comm: machine.try_message(Nodes(comm), pause=0.0))
+    assert set(counts) == {max(counts)} != {None}  # how many is a matter of the machine
+    for calls, status, told in ((50, "ok", "50 calls"), (51, "warn", "51 calls"), (501, "warn", "more than 500 calls")):
         monkeypatch.setattr(machine, "try_message", lambda comm, calls=calls: calls)
         found = check_messages(one_process(), 1)
-        assert (found.status, told in found.text, "CH4_NETMOD=ofi" in found.remedy) == ("warn", True, True)
+        assert (found.status, f"1 MiB between nodes takes {told}" in found.text) == (status, True)
+        assert ("CH4_NETMOD=ofi" in found.remedy) == (status == "warn")
 
 
 def test_unequal_nodes_are_told_beside_cores_without_work(monkeypatch):
@@ -114,6 +115,8 @@ def test_unequal_nodes_are_told_beside_cores_without_work(monkeypatch):
 
 
 def test_doctor_in_colour_says_the_same_as_without(on_threads, monkeypatch):
+    results = [CheckResult("versions", "ok", "3.12"), CheckResult("cores", "warn", "2", "start fewer ranks")]
+    monkeypatch.setattr(doctor, "examine", lambda *given, **named: results)
     monkeypatch.setenv("NO_COLOR", "1")
     plain = on_threads(1, "doctor").out
     assert not ESCAPES.search(plain)
@@ -121,22 +124,18 @@ def test_doctor_in_colour_says_the_same_as_without(on_threads, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     coloured = on_threads(1, "doctor").out
     assert "\x1b[32mok  \x1b[0m  versions" in coloured
-
-    def findings(text):  # what each says of memory and times may differ from one moment to the next
-        return re.findall(r"^(\w+) +(\w[\w ]*?)  ", text, re.MULTILINE)
-
-    assert findings(ESCAPES.sub("", coloured)) == findings(plain)
-    assert len(findings(plain)) > 5
+    assert ESCAPES.sub("", coloured) == plain
 
 
 def test_a_report_is_one_block_with_every_check_and_without_the_host(on_threads, monkeypatch):
     monkeypatch.setattr(machine, "host", lambda: "gauss.example.org")
-    checks = json.loads(on_threads(2, "doctor", "--json").out)["checks"]
     lines = on_threads(2, "doctor", "--report").out.splitlines()
     assert (lines[0], lines[-1]) == ("```text", "```")
     assert lines[1].startswith("doctor     2 ranks on 1 node: ")
-    assert [line[6:19].strip() for line in lines if line[:4].strip() in ("ok", "warn", "FAIL")] == [
-        check["name"] for check in checks
+    checks = [line[6:19].strip() for line in lines if line[:4].strip() in ("ok", "warn", "FAIL")]
+    assert [name.replace(" ", "_") for name in checks] == [
+        check.__name__.removeprefix("check_").replace("time", "time_limit")
+        for check in (*doctor.CHECKS, *doctor.LAUNCH_CHECKS)
     ]
     assert "node-1: 2 ranks" in "\n".join(lines)
     assert not re.search(rf"gauss|\b{re.escape(socket.gethostname())}:", "\n".join(lines))
