@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.support.cut_examples import assert_draws, assert_same_on_cuts
-
 pytestmark = pytest.mark.slow
 
 
@@ -43,20 +41,3 @@ def test_the_emulator_learns_a_step_and_says_so(program, capsys):
     told = capsys.readouterr().out
     assert "cut 1 x 1: 16 x 16 points on rank 0" in told
     assert told.endswith(f"sha256 {found.sha256} on 1 ranks\n")
-
-
-def test_parameters_and_fields_have_the_same_bits_on_any_cut(program):
-    options = ["--small", "--steps", "3", "--rollout", "3"]
-    assert_same_on_cuts(program, options, ((3, "1 3"), (4, "2 1")))
-
-
-def test_no_steps_are_refused(program, capsys):
-    with pytest.raises(SystemExit):
-        program.main(["--rollout", "0"], "self")
-    assert "--rollout 0: expected at least 1" in capsys.readouterr().err
-
-
-def test_a_picture_is_drawn_of_a_cut_field(program, tmp_path):
-    pytest.importorskip("matplotlib")
-    options = ["--small", "--steps", "1", "--rollout", "3", "--domain", "2", "1"]
-    assert_draws(program, options, 2, tmp_path / "fields.svg")

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.support.cut_examples import assert_draws, assert_same_on_cuts
-
 pytestmark = pytest.mark.slow
 
 
@@ -45,20 +43,3 @@ def test_the_operator_learns_and_says_so(program, capsys):
     told = capsys.readouterr().out
     assert "grid of 16 x 16 cut 1 x 1; 64 samples" in told
     assert told.endswith(f"sha256 {found.sha256} on 1 ranks\n")
-
-
-def test_parameters_and_errors_have_the_same_bits_on_any_cut(program):
-    options = ["--small", "--steps", "2"]
-    assert_same_on_cuts(program, options, ((3, "1 3"), (4, "2 1")))
-
-
-def test_no_steps_are_refused(program, capsys):
-    with pytest.raises(SystemExit):
-        program.main(["--steps", "0"], "self")
-    assert "--steps 0: expected at least 1" in capsys.readouterr().err
-
-
-def test_a_picture_is_drawn_of_a_cut_field(program, tmp_path):
-    pytest.importorskip("matplotlib")
-    options = ["--small", "--steps", "1", "--domain", "2", "1"]
-    assert_draws(program, options, 2, tmp_path / "flow.svg")

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 
-from tests.support.cut_examples import assert_draws, assert_same_on_cuts
-
 pytestmark = pytest.mark.slow
 
 
@@ -52,21 +50,3 @@ def test_rollouts_make_the_emulator_better_and_it_says_so(program, capsys):
     told = capsys.readouterr().out
     assert "20 updates through 4 steps" in told
     assert told.endswith(f"sha256 {found.sha256[1]} on 1 ranks\n")
-
-
-def test_parameters_and_states_have_the_same_bits_on_any_cut(program):
-    options = ["--small", "--updates", "2", "--rollout", "5"]
-    assert_same_on_cuts(program, options, ((4, "2 2"), (3, "1 3"), (4, "2 1"), (2, "1 1")))
-
-
-def test_no_updates_and_rollouts_longer_than_a_series_are_refused(program, capsys):
-    for option, number in (("updates", 0), ("unrolled", program.SERIES)):
-        with pytest.raises(SystemExit):
-            program.main([f"--{option}", str(number)], "self")
-        assert f"--{option} {number}: " in capsys.readouterr().err
-
-
-def test_a_picture_is_drawn_of_a_cut_field(program, tmp_path):
-    pytest.importorskip("matplotlib")
-    options = ["--small", "--updates", "1", "--rollout", "3", "--domain", "2", "1"]
-    assert_draws(program, options, 2, tmp_path / "water.svg")

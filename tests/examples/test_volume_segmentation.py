@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.cut_examples import assert_draws, assert_same_on_cuts
-
 pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "gallery" / "volume_segmentation.py"
 
@@ -50,11 +48,6 @@ def test_the_network_learns_shapes_and_says_so(program, capsys):
     assert told.endswith(f"sha256 {found.sha256} on 1 ranks\n")
 
 
-def test_parameters_and_overlaps_have_the_same_bits_on_any_cut(program):
-    options = ["--extent", "17", "--steps", "2"]
-    assert_same_on_cuts(program, options, ((4, "1 1 2"), (4, "2 2 1")))
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
 def test_memory_over_the_limit_is_refused_with_the_advice_of_the_library():
     def last_lines(limit):
@@ -67,16 +60,3 @@ def test_memory_over_the_limit_is_refused_with_the_advice_of_the_library():
     assert "OutOfMemoryError: no memory for " in line
     status, line = last_lines("100")
     assert status == 0, line
-
-
-@pytest.mark.parametrize("wrong", ["--extent 15", "--steps 0", "--limit-mb 0"])
-def test_options_out_of_range_are_refused(program, capsys, wrong):
-    with pytest.raises(SystemExit):
-        program.main(wrong.split(), "self")
-    assert f"{wrong}: expected at least" in capsys.readouterr().err
-
-
-def test_a_picture_is_drawn_of_a_cut_plane(program, tmp_path):
-    pytest.importorskip("matplotlib")
-    options = ["--extent", "16", "--steps", "1", "--domain", "2", "1", "2"]
-    assert_draws(program, options, 4, tmp_path / "volume.svg")

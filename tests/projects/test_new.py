@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpizero.cli.main import main
+from mpizero.comm.startup import one_process
 from mpizero.errors import ConfigError
 from mpizero.tools import projects as writing
 from mpizero.tools.projects import KINDS, new_project
@@ -100,20 +101,14 @@ def test_an_empty_folder_is_taken_and_stays_the_one_that_it_was(tmp_path):
 
 @pytest.mark.parametrize("given", [["--kind", "tensorflow"], []])
 def test_all_kinds_are_listed_where_none_is_named(given, tmp_path, capsys):
-    from mpizero.comm import InMemoryCommunicator
-
-    (alone,) = InMemoryCommunicator.group(1)
     with pytest.raises(ConfigError) as told:
-        main(["new", str(tmp_path / "new"), *given], alone)
+        main(["new", str(tmp_path / "new"), *given], one_process())
     assert f"there are {', '.join(KINDS)} (" in str(told.value)
     assert not (tmp_path / "new").exists()
 
 
 def test_what_is_missing_is_told_and_the_project_written_all_the_same(tmp_path, capsys, monkeypatch):
-    from mpizero.comm import InMemoryCommunicator
-
     monkeypatch.setattr(writing.shutil, "which", lambda program: None)
-    (alone,) = InMemoryCommunicator.group(1)
-    assert main(["new", str(tmp_path / "rod"), "--kind", "fortran"], alone) == 0
+    assert main(["new", str(tmp_path / "rod"), "--kind", "fortran"], one_process()) == 0
     assert "it needs gfortran, which is not installed" in capsys.readouterr().out
     assert (tmp_path / "rod" / "heat.f90").exists()

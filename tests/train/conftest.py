@@ -76,12 +76,12 @@ def metrics(run: Path | str) -> list[dict]:
     return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition: Callable[[], object], pause: float = 0.02) -> None:
     """Wait for what a process of a test does."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 @dataclass

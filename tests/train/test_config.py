@@ -21,16 +21,18 @@ from mpizero.train.config.build import build_mesh, computing_settings
 from mpizero.train.config.optimizers import OPTIMIZERS, optimizer_section
 from mpizero.train.config.schema import TrainSection, changes, described_change, mathematics, section_kinds
 from mpizero.train.config.sections import MODELS
-from mpizero.train.config.toml import ConfigDocument, parse_config, read_config
+from mpizero.train.config.toml import ConfigDocument, config_of, parse_config, read_config
 
 GPT = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
 MLP = '[model]\nname = "mlp"\n[data]\narrays = "digits"\n'
+OWN = '[model]\nmake = "m.py:make"\nfreeze = ["a.*"]\nsizes = [1, 2]\n[data]\narrays = "digits"\n'
 #: Numbers of stages and chunks for which no list fits into memory.
 LARGE = [
     ["parallel.pipeline=9223372036854775807"],
     ["parallel.schedule=interleaved", "parallel.virtual_stages=9223372036854775807"],
     ["parallel.schedule=interleaved", "parallel.virtual_stages=40000", "parallel.pipeline=2"],
 ]
+V = "parallel.schedule=zero_bubble_v"
 
 
 def parse(text=GPT, *overrides):
@@ -71,6 +73,11 @@ def test_ranks_wait_for_one_another_as_long_as_the_configuration_says(given, sec
         (MLP, ["parallel.context=2"], ["parallel.context = 2: must be 1"]),  # it has no sequences
         (MLP, ["parallel.pipeline=4", "model.hidden=[8]"], ["at least 4 blocks, the model has 2"]),
         *((GPT, overrides, ["expected at most 65,536 chunks"]) for overrides in LARGE),
+        (GPT, ["parallel.schedule=interleaved"], ["parallel.virtual_stages = 1: ", "at least 2"]),
+        (GPT, [V, "parallel.virtual_stages=3"], ["parallel.virtual_stages = 3: ", "expected 2"]),
+        (GPT, [V, "parallel.pipeline=4"], ["parallel.pipeline = 4: ", "at least 8 blocks, the model has 6"]),
+        (GPT, ["parallel.pipeline=3", "parallel.cuts=[4, 2]"], ["parallel.cuts = [4, 2]: ", "2 ascending", "1 to 5"]),
+        (GPT, ["parallel.pipeline=2", "parallel.cuts=[6]"], ["parallel.cuts = [6]: ", "1 ascending", "1 to 5"]),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(text, overrides, words):
@@ -142,27 +149,6 @@ def test_a_bad_value_is_an_error_that_names_the_key_and_the_override(line):
     key, _, values = line.partition(" = ")
     for value in values.split(" | "):
         assert re.match(rf"--set: {re.escape(key)}\b", failure(GPT, f"{key}={value}")), value
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "numbers"),
-    [
-        (["schedule=interleaved"], "virtual_stages = 1", "at least 2"),
-        (["schedule=zero_bubble_v", "virtual_stages=3"], "virtual_stages = 3", "expected 2"),
-        (
-            ["schedule=interleaved", "virtual_stages=2", "pipeline=4"],
-            "pipeline = 4",
-            "at least 8 blocks, the model has 6",
-        ),
-        (["schedule=zero_bubble_v", "pipeline=4"], "pipeline = 4", "at least 8 blocks, the model has 6"),
-        (["pipeline=3", "cuts=[4, 2]"], "cuts = [4, 2]", "2 ascending numbers from 1 to 5"),
-        (["pipeline=2", "cuts=[6]"], "cuts = [6]", "1 ascending numbers from 1 to 5"),
-    ],
-)
-def test_settings_of_a_layout_that_do_not_go_together_are_named_with_the_numbers(overrides, key, numbers):
-    told = failure(GPT, *(f"parallel.{override}" for override in overrides))
-    assert f"parallel.{key}: " in told
-    assert numbers in told
 
 
 @pytest.mark.parametrize(
@@ -266,10 +252,23 @@ def test_every_setting_but_the_names_and_the_data_has_a_default():
     assert [optimizer_section(name)().name for name in OPTIMIZERS] == list(OPTIMIZERS)
 
 
-def test_a_configuration_survives_its_dictionary():
-    config = parse(GPT, "optimizer.name=sgd", "optimizer.momentum=0.9")
-    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
-    assert config.to_dict()["optimizer"]["momentum"] == 0.9
+@pytest.mark.parametrize(
+    ("text", "section", "held"),
+    [
+        (f'{GPT}[optimizer]\nname = "sgd"\nmomentum = 0.9\n', "optimizer", {"momentum": 0.9}),
+        (
+            f'{MLP}[optimizer]\nname = "l-bfgs"\nbounds = {{w = [-inf, 2], "*.bias" = [0, 1.5]}}\n',
+            "optimizer",
+            {"bounds": {"w": [None, 2.0], "*.bias": [0.0, 1.5]}},
+        ),
+        (OWN, "model", {"freeze": ["a.*"], "sizes": [1, 2]}),
+    ],
+)
+def test_a_configuration_survives_its_dictionary(text, section, held):
+    found = parse(text).to_dict()
+    assert held.items() <= found[section].items()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert config_of(found).to_dict() == found
 
 
 @pytest.mark.parametrize(
@@ -277,6 +276,7 @@ def test_a_configuration_survives_its_dictionary():
     [
         ["parallel.strategy=ddp", "parallel.pipeline=2", "parallel.tensor=2", "parallel.share_node_memory=false"],
         ["train.steps=7", "train.validate_every=3", "train.time_limit=60", "train.timeout=60", "train.threads=2"],
+        ["train.patience=5", "train.min_delta=0.1", "checkpoint.best=perplexity"],
         ["checkpoint.folder=x", "data.text=other.txt", "train.device=cuda", "model.activation_checkpointing=true"],
     ],
 )

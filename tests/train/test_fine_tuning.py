@@ -12,7 +12,6 @@ from mpizero import checkpoint
 from mpizero.cli.main import main
 from mpizero.errors import CheckpointError, ConfigError
 from mpizero.testing import run_in_threads
-from mpizero.train.config.toml import ConfigDocument, parse_config
 from tests.train.conftest import metrics
 
 CONFIG = """
@@ -135,13 +134,6 @@ def test_what_is_offered_as_an_override_is_taken(home, change, recwarn):
 def test_settings_that_make_no_sense_are_named(home, options, message):
     with pytest.raises(ConfigError, match=message):
         run("first", *options)
-
-
-def test_arguments_of_ones_own_model_are_saved_as_lists():
-    text = '[model]\nmake = "m.py:make"\nfreeze = ["a.*"]\nsizes = [1, 2]\n[data]\narrays = "digits"\n'
-    settings = parse_config(ConfigDocument("c.toml", text)).to_dict()["model"]
-    assert json.loads(json.dumps(settings)) == settings
-    assert settings["freeze"] == ["a.*"]
 
 
 def test_a_run_keeps_an_average_validates_with_it_and_exports_it(home):

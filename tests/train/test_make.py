@@ -83,10 +83,9 @@ def test_an_own_model_trains_to_one_hash_and_is_resumed_by_other_ranks(example):
 
     path = list(sys.path)
     whole = train(1).result["parameters_sha256"]
-    layouts = [(2, "parallel.strategy=zero3"), (3, "parallel.pipeline=3"), (4, "parallel.pipeline=2")]
-    assert {train(ranks, setting).result["parameters_sha256"] for ranks, setting in layouts} == {whole}
+    assert train(4, "parallel.pipeline=2").result["parameters_sha256"] == whole
     train(3, "train.steps=4", "parallel.pipeline=3")
-    resumed = train(2, flags=["--resume"])
+    resumed = train(2, "parallel.strategy=zero3", flags=["--resume"])
     assert resumed.result["parameters_sha256"] == whole
     assert "resuming from" in resumed.err
     assert "changed since" not in resumed.err

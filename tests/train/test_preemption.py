@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -296,11 +295,14 @@ def catches(process: int, number: signal.Signals) -> bool:
 def test_signals_from_the_loading_of_libraries_to_the_end_do_no_harm(mpizero):
     """The first comes as soon as it can be caught, the last while Python takes itself apart."""
     process = mpizero.start_training(0)
-    until(lambda: catches(process.pid, signal.SIGTERM))
-    while process.poll() is None:
+
+    def ends_of_signals():
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.002)
+        return process.poll() is not None
+
+    until(lambda: catches(process.pid, signal.SIGTERM), pause=0.001)
+    until(ends_of_signals, pause=0.002)
     outcome = mpizero.finish(process)
     assert outcome.status == ExitStatus.PREEMPTED, outcome.err
     assert re.search(r"stopped by SIGUSR1 on rank 0 after step \d+: saved", outcome.err), outcome.err

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import socket
 from math import prod
 from pathlib import Path
@@ -24,7 +23,7 @@ from mpizero.errors import ExitStatus, MpizeroError, RemoteError
 from mpizero.testing import run_in_threads
 from mpizero.train.recorder import RunRecorder
 from mpizero.train.run_folder import RunFolder, RunFolderError, SavedCheckpoint
-from tests.train.conftest import configured, until
+from tests.train.conftest import configured
 from tests.train.test_trainer import made
 
 BESIDE = "checkpoint.asynchronous=true"
@@ -130,18 +129,6 @@ def test_a_checkpoint_under_the_name_of_another_step_is_neither_taken_nor_passed
     assert outcome.status == ExitStatus.DATA, outcome.err
     assert "step_00000005: holds step 6: give it back the name of its own step" in outcome.err
     assert steps(on_threads) == ["step_00000004", "step_00000005"]
-
-
-@pytest.mark.slow
-def test_a_stop_request_waits_for_the_save_beside_training_and_saves_its_own_step(mpizero):
-    process, run = mpizero.start_training(2, "checkpoint.every=1", BESIDE), mpizero.folder / "run"
-    until(lambda: len(list(run.glob("checkpoints/step_*"))) >= 2)
-    mpizero.signal_owner(signal.SIGUSR1)
-    outcome = mpizero.finish(process)
-    assert outcome.status == ExitStatus.PREEMPTED, outcome.err
-    assert steps(mpizero)[-1] == f"step_{mpizero.metrics()[-1]['step']:08d}"
-    assert len(steps(mpizero)) == 2
-    assert all(checkpoint.verify(run / "checkpoints" / name) for name in steps(mpizero))
 
 
 def test_a_save_beside_training_that_fails_ends_the_run_and_leaves_the_last_good_checkpoint(on_threads, monkeypatch):

@@ -76,10 +76,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_a_run(on_threads):
     assert json.loads((run / "run_complete").read_text()) == stopped.result
     names = {"best", f"step_{best['step']:08d}", "step_00000004"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == names
-    for command in (["checkpoint", "verify"], ["checkpoint", "inspect"]):
-        assert on_threads(0, *command, "run/checkpoints/best").status == 0
-    more = on_threads.train(1, *rules, "train.patience=5", "train.min_delta=1e9", flags=["--resume"])
-    assert more.result["steps"] == 6
+    assert on_threads(0, "checkpoint", "verify", "run/checkpoints/best").status == 0
 
 
 def test_a_best_metric_that_no_validation_has_ends_the_run(on_threads):

@@ -52,14 +52,6 @@ def test_defaults_are_every_strategy_and_every_cut_that_the_model_allows(ranks):
     assert [Layout.parse(str(layout)) for layout in layouts] == layouts
 
 
-@pytest.mark.parametrize(("wire", "contexts"), [("none", {1, 2}), ("bfloat16", {1})])
-def test_defaults_have_no_context_groups_where_sums_are_rounded(wire, contexts):
-    text = '[model]\nname = "gpt"\n[data]\ntext = "stdlib"\n'
-    config = parse_config(ConfigDocument("gpt.toml", text, [f"train.wire={wire}"]))
-    layouts = choose(config, nn.MLP(2, [2], 2), as_communicator(None), None, 2)
-    assert {layout.parallel.context for layout in layouts} == contexts
-
-
 # ------------------------------------------------------------------ the command
 
 
@@ -173,9 +165,17 @@ def test_without_names_each_layout_is_listed_once(settings):
     assert names[0].startswith(settings[0].partition("=")[2])
 
 
-@pytest.mark.parametrize(("name", "groups"), [("adamw", True), ("muon", False)])
-def test_tensor_groups_are_left_out_where_an_optimizer_updates_whole_tensors(name, groups):
-    assert any(layout.parallel.tensor > 1 for layout in chosen(f"optimizer.name={name}")) == groups
+@pytest.mark.parametrize(
+    ("setting", "axes"),
+    [
+        ("optimizer.name=adamw", {"context", "tensor"}),
+        ("train.wire=bfloat16", {"tensor"}),  # sums are rounded
+        ("optimizer.name=muon", {"context"}),  # whole tensors are updated
+    ],
+)
+def test_groups_that_a_setting_does_not_allow_are_left_out(setting, axes):
+    layouts = chosen(setting)
+    assert {axis for axis in ("context", "tensor") if any(getattr(one.parallel, axis) > 1 for one in layouts)} == axes
 
 
 def test_layouts_that_are_named_twice_are_compared_once():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ from mpizero.errors import ArgumentError, ConfigError, MpizeroError, StateError
 from mpizero.testing import run_in_threads
 from mpizero.tools.plan.command import PlanRequest, plan
 from mpizero.train.config.optimizers import VECTOR_METHODS
-from mpizero.train.config.toml import ConfigDocument, config_of, parse_config
+from mpizero.train.config.toml import ConfigDocument, parse_config
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLES = 40
@@ -258,14 +257,6 @@ def test_the_global_batch_is_all_samples_or_an_error(fits):
     assert "train.micro_batch = 33: must be at most train.global_batch = 32" in fit(fits, 1, "train.micro_batch=33").err
     with pytest.raises(ConfigError, match=r"train\.global_batch = 0: must be a whole number >= 1"):
         parsed(text=LINEAR.partition("[optimizer]")[0] + "global_batch = 0\n")
-
-
-def test_a_configuration_of_a_method_survives_its_dictionary():
-    config = parsed("optimizer.bounds={w=[-inf, 2], '*.bias'=[0, 1.5]}".replace("'", '"'))
-    found = config.to_dict()
-    assert found["optimizer"]["bounds"] == {"w": [None, 2.0], "*.bias": [0.0, 1.5]}
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert config_of(found).to_dict() == found
 
 
 def test_settings_of_the_method_cannot_change_in_a_run(fits):

@@ -236,12 +236,3 @@ def test_a_metric_that_does_not_return_the_rank_s_part_of_fields_ends_all_ranks(
     errors = run_in_threads(2, work)
     assert any(isinstance(error, kind) for error in errors)
     assert all(told in str(error) for error in errors)
-
-
-@pytest.mark.slow
-def test_a_job_of_mpiexec_has_the_bits_of_one_process(commands, mpizero):
-    """As above, where ranks are processes."""
-    alone = commands.run(1, "train", "fields.toml", "checkpoint.folder=alone")
-    together = mpizero.run(2, "train", "fields.toml", "parallel.domain=[2,1]")
-    assert together.status == 0, together
-    assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
