@@ -60,6 +60,11 @@ class Outcome:
     out: str
     err: str
 
+    def ended(self, status: int | None) -> Outcome:
+        """Return this outcome, which must have a status; None is any."""
+        assert status in (None, self.status), f"status {self.status}\n{self.out}\n{self.err}"
+        return self
+
     @property
     def result(self) -> dict:
         """The last line of standard output."""
@@ -117,27 +122,28 @@ class Commands:
         return process
 
     @staticmethod
-    def finish(process: subprocess.Popen) -> Outcome:
-        """Wait for a command's end; one that hangs fails the test and is removed."""
+    def finish(process: subprocess.Popen, status: int | None = 0) -> Outcome:
+        """Wait for a command's end, which must have this status; one that hangs fails the test and is removed."""
         try:
             out, err = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
             pytest.fail(f"hangs: {process.args}\n{out}\n{err}")
-        return Outcome(process.returncode, out, err)
+        return Outcome(process.returncode, out, err).ended(status)
 
-    def __call__(self, ranks: int, *arguments: str) -> Outcome:
-        """Run a command to its end."""
-        return self.finish(self.start(ranks, *arguments))
+    def __call__(self, ranks: int, *arguments: str, status: int | None = 0) -> Outcome:
+        """Run a command to its end, which must have this status."""
+        return self.finish(self.start(ranks, *arguments), status)
 
-    def run(self, ranks: int, command: str, config: str, *settings: str, flags: Sequence[str] = ()) -> Outcome:
+    def run(self, ranks: int, command: str, config: str, *settings: str, flags: Sequence[str] = (), **how) -> Outcome:
         """Run a command on a configuration with some settings replaced."""
-        return self(ranks, command, config, *(part for setting in settings for part in ("--set", setting)), *flags)
+        settings = tuple(part for setting in settings for part in ("--set", setting))
+        return self(ranks, command, config, *settings, *flags, **how)
 
-    def train(self, ranks: int, *settings: str, flags: Sequence[str] = ()) -> Outcome:
+    def train(self, ranks: int, *settings: str, **how) -> Outcome:
         """Train the tiny model with some settings replaced."""
-        return self.run(ranks, "train", "tiny.toml", *settings, flags=flags)
+        return self.run(ranks, "train", "tiny.toml", *settings, **how)
 
     def start_training(self, ranks: int, *settings: str) -> subprocess.Popen:
         """Start a training of the tiny model without an end."""
@@ -162,7 +168,7 @@ class ThreadCommands(Commands):
         """Refuse to start a process."""
         raise NotImplementedError(f"commands on threads have no process: {ranks, arguments}")
 
-    def __call__(self, ranks: int, *arguments: str) -> Outcome:
+    def __call__(self, ranks: int, *arguments: str, status: int | None = 0) -> Outcome:
         """Run a command on so many threads, at least one; an error must reach each of them, for none may wait."""
         out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
         left = []
@@ -191,8 +197,8 @@ class ThreadCommands(Commands):
                 first = next(error for error in left if not isinstance(error, RemoteError))
                 print(user_message(first.with_traceback(None)), file=err)  # without the line of this file
                 statuses = {int(first.status)}
-        (status,) = statuses
-        return Outcome(status, *(stream.buffer.getvalue().decode() for stream in (out, err)))
+        (found,) = statuses
+        return Outcome(found, *(stream.buffer.getvalue().decode() for stream in (out, err))).ended(status)
 
 
 def write_inputs(folder: Path) -> None:
@@ -253,9 +259,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     write_inputs(folder)
     commands = Commands(folder)
-    outcome = commands.train(0)
-    assert outcome.status == 0, outcome.err
-    return commands, outcome
+    return commands, commands.train(0)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +30,22 @@ folder = "FOLDER/checkpoints"
 """
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
     """A folder with data, and a finished run of four steps in ``first``."""
-    rng = np.random.default_rng(0)
-    np.save(tmp_path / "x.npy", rng.normal(size=(40, 5)).astype("f4"))
-    np.save(tmp_path / "y.npy", rng.integers(0, 3, 40))
+    rng, folder = np.random.default_rng(0), tmp_path_factory.mktemp("finished")
+    np.save(folder / "x.npy", rng.normal(size=(40, 5)).astype("f4"))
+    np.save(folder / "y.npy", rng.integers(0, 3, 40))
+    with contextlib.chdir(folder):
+        run("first")
+    return folder
+
+
+@pytest.fixture
+def home(finished, tmp_path, monkeypatch):
+    """A copy of that folder, in which a test works."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    run("first")
     return tmp_path
 
 

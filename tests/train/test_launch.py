@@ -111,8 +111,7 @@ def test_ranks_that_think_they_are_alone_are_told_so(mpizero, monkeypatch, comma
     """As under srun without --mpi: eight processes, and each could train the whole model in the same folder."""
     for name, value in (STEP | {"SLURM_PROCID": "0"}).items():
         monkeypatch.setenv(name, value)
-    outcome = mpizero(0, *command)
-    assert outcome.status == ExitStatus.CONFIG
+    outcome = mpizero(0, *command, status=ExitStatus.CONFIG)
     told = json.loads(outcome.out)["checks"][0] if command[0] == "doctor" else {"text": outcome.err}
     assert "srun has started 8 processes, but each sees 1" in told["text"]
     assert "srun --mpi=pmix" in told.get("remedy", outcome.err)

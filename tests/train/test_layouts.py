@@ -11,6 +11,7 @@ import re
 import numpy as np
 import pytest
 
+from mpizero.errors import ExitStatus
 from tests.train.conftest import ThreadCommands, write_inputs
 
 
@@ -25,14 +26,12 @@ def deeper(tmp_path_factory):
     write_inputs(folder)
     commands = ThreadCommands(folder)
     outcome = commands.train(1, "model.layers=2")
-    assert outcome.status == 0, outcome.err
     return commands, outcome
 
 
 def test_a_pipeline_computes_the_same_bits_as_one_process(deeper, on_threads):
     settings = ["pipeline=2", "strategy=zero2", "order=data,pipeline,tensor", "cuts=[2]"]
     outcome = on_threads.train(4, "model.layers=2", *parallel(*settings))
-    assert outcome.status == 0, outcome.err
     assert outcome.result["parameters_sha256"] == deeper[1].result["parameters_sha256"]
     assert outcome.result["parameter_count"] == deeper[1].result["parameter_count"]
     alone, together = deeper[0].metrics(), on_threads.metrics()
@@ -42,7 +41,6 @@ def test_a_pipeline_computes_the_same_bits_as_one_process(deeper, on_threads):
 
 def test_the_layout_stands_in_the_result_and_in_what_is_told_as_are_replicas_without_a_grain(on_threads):
     outcome = on_threads.train(4, "train.steps=1", "train.micro_batch=6", *parallel("pipeline=2", "strategy=zero1"))
-    assert outcome.status == 0, outcome.err
     assert outcome.result["layout"] == {"pipeline": 2, "tensor": 1, "data": 2, "context": 1, "schedule": "1f1b"}
     assert (outcome.result["ranks"], outcome.result["strategy"]) == (4, "zero1")
     assert "pipeline 2 x tensor 1 x data 2, 1f1b, zero1" in outcome.err
@@ -62,7 +60,6 @@ def test_a_run_resumed_on_other_layouts_equals_an_uninterrupted_one(deeper, on_t
         outcome = on_threads.train(
             ranks, "model.layers=2", f"train.steps={steps}", *parallel(*settings), flags=["--resume"]
         )
-        assert outcome.status == 0, outcome.err
         assert ("resuming from" in outcome.err) == (steps > 2)
     assert outcome.result["parameters_sha256"] == deeper[1].result["parameters_sha256"]
     assert [line["step"] for line in on_threads.metrics()] == [1, 2, 3, 4, 5, 6]
@@ -70,27 +67,24 @@ def test_a_run_resumed_on_other_layouts_equals_an_uninterrupted_one(deeper, on_t
 
 @pytest.mark.slow
 def test_a_run_keeps_the_tiles_of_its_checkpoint_on_one_process(on_threads):
-    whole = on_threads.train(1, "train.steps=3", "checkpoint.folder=whole", *parallel("tiles.tensor=2"))
-    first = on_threads.train(2, "train.steps=2", *parallel("tensor=2"))
-    last = on_threads.train(1, "train.steps=3", flags=["--resume"])
-    assert whole.status == first.status == last.status == 0, whole.err + first.err + last.err
+    whole = on_threads.train(1, "train.steps=2", "checkpoint.folder=whole", *parallel("tiles.tensor=2"))
+    on_threads.train(2, "train.steps=1", *parallel("tensor=2"))
+    last = on_threads.train(1, "train.steps=2", flags=["--resume"])
     assert last.result["parameters_sha256"] == whole.result["parameters_sha256"]
 
 
 @pytest.mark.slow
 def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_their_tiles(on_threads):
-    short = ["model.layers=2", "train.steps=3", "checkpoint.every=0"]
+    short = ["model.layers=2", "train.steps=2", "checkpoint.every=0"]
     layouts = {
         ("tensor",): (8, ["pipeline=2", "tensor=2", "data=2", "strategy=zero1"]),
         ("tensor", "context"): (4, ["tensor=2", "context=2", "strategy=zero1"]),
     }
     for axes, (ranks, sizes) in layouts.items():
         alone = on_threads.train(1, *short, *parallel(*(f"tiles.{axis}=2" for axis in axes)))
-        assert alone.status == 0, alone.err
         assert "zero2 on 1 rank, the bits of one process with tiles=" in alone.err
         expected = [(line["loss"], line.get("validation_loss")) for line in on_threads.metrics()]
         outcome = on_threads.train(ranks, *short, *parallel(*sizes))
-        assert outcome.status == 0, outcome.err
         assert outcome.result["parameters_sha256"] == alone.result["parameters_sha256"]
         assert "zero1, the bits of one process with tiles=" in outcome.err
         assert [line["loss"] for line in on_threads.metrics()] == [loss for loss, _ in expected]
@@ -98,22 +92,20 @@ def test_groups_beside_stages_and_replicas_compute_the_bits_of_one_process_with_
 
 
 @pytest.mark.slow
-def test_a_multi_layer_perceptron_that_learns_digits_is_cut_into_stages(on_threads):
+def test_a_multi_layer_perceptron_is_cut_into_stages_and_tensors(on_threads):
     pytest.importorskip("sklearn", reason="scikit-learn's digits are optional data")
     (on_threads.folder / "digits.toml").write_text(
         '[model]\nname = "mlp"\nhidden = [32, 16]\n[data]\narrays = "digits"\n'
-        "[train]\nsteps = 80\nglobal_batch = 60\nvalidate_every = 80\n[optimizer]\nlr = 3e-2\n"
+        "[train]\nsteps = 8\nglobal_batch = 60\nmicro_batch = 15\nvalidate_every = 8\n[optimizer]\nlr = 3e-2\n"
     )
     alone = on_threads(1, "train", "digits.toml")
     lines = on_threads.metrics()
-    assert lines[-1]["accuracy"] > 0.9
+    assert lines[-1]["accuracy"] > 0.3  # by chance 0.1
     together = on_threads.run(3, "train", "digits.toml", *parallel("pipeline=3", "schedule=gpipe"))
-    assert together.status == 0, together.err
     assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
     assert on_threads.metrics()[-1]["accuracy"] == lines[-1]["accuracy"]
     assert together.result["samples_per_second"] > 0
     uneven = on_threads.run(3, "train", "digits.toml", "train.steps=5", *parallel("tensor=3"))  # of 32 and 16 features
-    assert uneven.status == 0, uneven.err
     assert uneven.result["loss"] == pytest.approx(lines[4]["loss"], rel=1e-5)
 
 
@@ -125,13 +117,11 @@ def test_a_u_net_that_takes_its_channels_from_the_data_is_cut_into_stages(on_thr
     np.save(on_threads.folder / "y.npy", np.roll(x, 1, axis=1) if task == "regression" else (x > 0).sum(-1))
     (on_threads.folder / "fields.toml").write_text(
         f'[model]\nname = "unet"\ntask = "{task}"\nwidth = 4\ngroups = 2\nlevels = 2\ndropout = 0.1\n'
-        '[data]\narrays = {x = "x.npy", y = "y.npy"}\n[train]\nsteps = 3\nglobal_batch = 6\nmicro_batch = 2\n'
+        '[data]\narrays = {x = "x.npy", y = "y.npy"}\n[train]\nsteps = 2\nglobal_batch = 6\nmicro_batch = 2\n'
     )
     alone = on_threads(1, "train", "fields.toml")
-    assert alone.status == 0, alone.err
     for ranks, settings in ((2, ["strategy=zero3"]), (4, ["pipeline=2", "strategy=zero1"])):
         together = on_threads.run(ranks, "train", "fields.toml", *parallel(*settings))
-        assert together.status == 0, together.err
         assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
     for setting, why in (
         ("model.groups=3", "must divide model.width = 4"),
@@ -139,10 +129,10 @@ def test_a_u_net_that_takes_its_channels_from_the_data_is_cut_into_stages(on_thr
         ('data.arrays={x="flat.npy",y="y.npy"}', r"a unet takes fields .*, the data have shape \(5,\) each"),
         ('data.arrays={x="x.npy",y="flat.npy"}', rf'task = "{task}" takes .* \(samples, 5, 6.*of shape \(samples, 5\)'),
     ):
-        refused = on_threads.run(1, "train", "fields.toml", setting)
+        refused = on_threads.run(1, "train", "fields.toml", setting, status=None)
         assert refused.status
         assert re.search(why, refused.err), refused.err
-    refused = on_threads.run(2, "train", "fields.toml", *parallel("tensor=2"))
+    refused = on_threads.run(2, "train", "fields.toml", *parallel("tensor=2"), status=ExitStatus.CONFIG)
     assert 'parallel.tensor = 2: must be 1: blocks of model.name = "unet" are not split' in refused.err
 
 
@@ -152,13 +142,11 @@ def test_a_fourier_operator_takes_its_channels_and_extents_from_the_data(on_thre
         np.save(on_threads.folder / f"{name}.npy", fields)
     (on_threads.folder / "fno.toml").write_text(
         '[model]\nname = "fno"\nwidth = 4\nlayers = 2\nmodes = [7, 4]\npadding = 0.25\nloss = "relative_l2"\n'
-        '[data]\narrays = {x = "x.npy", y = "y.npy"}\n[train]\nsteps = 3\nglobal_batch = 6\nmicro_batch = 2\n'
+        '[data]\narrays = {x = "x.npy", y = "y.npy"}\n[train]\nsteps = 2\nglobal_batch = 6\nmicro_batch = 2\n'
     )
     alone = on_threads(1, "train", "fno.toml")
-    assert alone.status == 0, alone.err
     for ranks, settings in ((4, ["domain=[2,2]", "strategy=zero3"]), (2, ["pipeline=2"])):
         together = on_threads.run(ranks, "train", "fno.toml", *parallel(*settings))
-        assert together.status == 0, together.err
         assert together.result["parameters_sha256"] == alone.result["parameters_sha256"]
     for setting, why in (
         ("model.modes=[7]", "must be one for all axes of space, or one for each of 2"),
@@ -169,7 +157,7 @@ def test_a_fourier_operator_takes_its_channels_and_extents_from_the_data(on_thre
             r"modes=\(7, 4\) are more than a field of \(5, 8\) positions has",
         ),
     ):
-        refused = on_threads.run(1, "train", "fno.toml", setting)
+        refused = on_threads.run(1, "train", "fno.toml", setting, status=None)
         assert refused.status
         assert re.search(why, refused.err), refused.err
 
@@ -177,11 +165,10 @@ def test_a_fourier_operator_takes_its_channels_and_extents_from_the_data(on_thre
 @pytest.mark.slow
 def test_text_is_the_same_however_the_model_is_laid_out_and_was(deeper, on_threads):
     whole = ["model.layers=2", "checkpoint.every=0", "train.validate_every=0"]  # one checkpoint, at the end
-    assert on_threads.train(4, *whole, *parallel("pipeline=2")).status == 0
-    options = ["--prompt", "abc", "--length", "30", "--seed", "1"]
+    on_threads.train(4, *whole, *parallel("pipeline=2"))
+    options = ["--prompt", "abc", "--length", "12", "--seed", "1"]
     alone = deeper[0](1, "generate", "run", *options)
     run, split = str(deeper[0].folder / "run"), ["--pipeline", "2", "--strategy", "zero1"]
     together = on_threads(4, "generate", run, *options, *split)
-    assert together.status == 0, together.err
     assert on_threads(1, "generate", "run", *options).out == together.out == alone.out
     assert together.out.startswith("abc")

@@ -77,9 +77,7 @@ def document(folder, *settings):
 def test_an_own_model_trains_to_one_hash_and_is_resumed_by_other_ranks(example):
     def train(ranks, *settings, flags=()):
         settings = ("train.steps=6", "checkpoint.every=2", *settings)
-        outcome = example.run(ranks, "train", "own/config.toml", *settings, flags=flags)
-        assert outcome.status == 0, outcome.err
-        return outcome
+        return example.run(ranks, "train", "own/config.toml", *settings, flags=flags)
 
     path = list(sys.path)
     whole = train(1).result["parameters_sha256"]
@@ -100,7 +98,6 @@ def test_an_own_model_trains_to_one_hash_and_is_resumed_by_other_ranks(example):
 def test_the_commands_that_look_at_a_training_take_own_models(example, linear):
     """Measured memory is that of the plan; of a function no array is told of which nobody knows."""
     outcome = example(2, "bench", "memory", "own/config.toml", "--steps", "1", "--strategy", "zero3", "--json")
-    assert outcome.status == 0, outcome.err
     tables = outcome.result["layouts"]
     assert [(table["strategy"], table["memory"]) for table in tables] == [("zero3", "shared"), ("zero3", "private")]
     for row in (row for table in tables for row in table["rows"]):
@@ -113,8 +110,8 @@ def test_the_commands_that_look_at_a_training_take_own_models(example, linear):
     assert "activations" not in table["rows"][0]["held"]
     assert table["rows"][0]["held"] == table["rows"][0]["planned"]
     assert "neither counted nor planned" in linear(2, "bench", "memory", *flags).out
-    assert linear(2, "bench", "memory", *flags, "--pipeline", "2").status == 78
-    assert linear(2, "bench", "step", "config.toml", "--steps", "1", "--warm-up", "0").status == 0
+    linear(2, "bench", "memory", *flags, "--pipeline", "2", status=78)
+    linear(2, "bench", "step", "config.toml", "--steps", "1", "--warm-up", "0")
     plan = linear(1, "plan", "config.toml", "--ranks", "2", "--json", "--memory-per-node", "1MB").result
     assert "black box" in plan["not_counted"]
     assert "what is not counted must fit --memory-per-node, too" in plan["warnings"][0]
@@ -122,34 +119,28 @@ def test_the_commands_that_look_at_a_training_take_own_models(example, linear):
 
 @pytest.mark.slow
 def test_an_own_model_is_verified_planned_and_its_checkpoints_are_read_and_written(example):
-    def made(ranks, *words):
-        outcome = example(ranks, *words)
-        assert outcome.status == 0, outcome.err
-        return outcome
-
-    found = made(1, "verify", "own/config.toml", "--ranks", "2", "--steps", "1", "--json")
+    found = example(1, "verify", "own/config.toml", "--ranks", "2", "--steps", "1", "--json")
     layouts = found.result["layouts"]
     assert {"zero3*2, private", "ddp*2, pipeline=2, schedule=1f1b"} <= {one["layout"] for one in layouts}
     assert {one["verdict"] for one in layouts} == {"same bits"}
     assert "under mpiexec only" in found.err
-    plan = made(1, "plan", "own/config.toml", "--ranks", "8", "--json").result
+    plan = example(1, "plan", "own/config.toml", "--ranks", "8", "--json").result
     assert plan["not_counted"] is None
     assert {rank["operations"] for rank in plan["ranks"]} == {None}  # its own layers count none
     example.run(2, "train", "own/config.toml", "train.steps=2")
-    about = made(1, "checkpoint", "inspect", "run/checkpoints/step_00000002", "--json").result
+    about = example(1, "checkpoint", "inspect", "run/checkpoints/step_00000002", "--json").result
     assert about["configuration"]["model"]["width"] == 24
-    made(1, "checkpoint", "verify", "run")
-    made(1, "checkpoint", "export", "run", "values.safetensors")
+    example(1, "checkpoint", "verify", "run")
+    example(1, "checkpoint", "export", "run", "values.safetensors")
     imported = ("values.safetensors", "new/checkpoints/step_00000000", "--config", "own/config.toml")
-    made(1, "checkpoint", "import", *imported)
+    example(1, "checkpoint", "import", *imported)
     sized = ["--set", "model.width=300", "--repeat", "1", "--backend", "direct", "--json"]
-    bench = made(2, "bench", "checkpoint", "own/config.toml", *sized).result
+    bench = example(2, "bench", "checkpoint", "own/config.toml", *sized).result
     layers = 2 * (300 * 300 + 2 * 300) + 17 * 300 + 2 * 301
     assert 0 <= 12 * layers - bench["nbytes"] < LEAST  # of equal arrays
     go_on = ["checkpoint.folder=new/checkpoints", "train.steps=1"]
-    assert example.run(2, "train", "own/config.toml", *go_on, flags=["--resume"]).status == 0
-    outcome = example(1, "generate", "run")
-    assert outcome.status == 65
+    example.run(2, "train", "own/config.toml", *go_on, flags=["--resume"])
+    outcome = example(1, "generate", "run", status=65)
     assert "holds the model 'my_model.py:make', which writes no text; train a gpt" in outcome.err
 
 
@@ -158,34 +149,29 @@ def test_a_skipped_step_of_an_own_model_is_replayed_where_its_files_are(linear, 
         "    error =", "    x = x / (run.step != 2 or 1 not in run.samples)\n    error ="
     )
     (linear.folder / "model.py").write_text(bad)
-    outcome = linear.run(2, "train", "config.toml", "data.width=4", "model.width=4")
-    assert outcome.status == 0, outcome.err
+    linear.run(2, "train", "config.toml", "data.width=4", "model.width=4")
     dump = str(linear.folder / "run" / "bad_steps" / "step_00000003")
     found = linear(1, "replay", dump, "--json")
-    assert found.status == 0, found.err
     assert found.result["parameters"].startswith("step 2, from ")
     assert found.result["replays"][0]["first"] == "loss loss"
     (linear.folder / "model.py").rename(linear.folder / "other.py")
-    lost = linear(1, "replay", dump)
-    assert lost.status == 65
+    lost = linear(1, "replay", dump, status=65)
     assert f'model.make was "model.py:make", which is neither in {linear.folder}' in lost.err
     other = linear.folder / "other"
     other.mkdir()
     for name in ("model.py", "data.py"):
         (other / name).write_text(bad)
     monkeypatch.chdir(other)
-    assert ThreadCommands(other)(1, "replay", dump).status == 0
+    ThreadCommands(other)(1, "replay", dump)
 
 
 def test_what_make_describes_must_be_the_same_when_a_run_is_resumed(linear):
-    assert linear.run(1, "train", "config.toml").status == 0
+    linear.run(1, "train", "config.toml")
     again = {"train.steps=5", "data.width=3"}
-    outcome = linear.run(1, "train", "config.toml", *sorted(again), flags=["--resume"])
-    assert outcome.status == 78
+    outcome = linear.run(1, "train", "config.toml", *sorted(again), flags=["--resume"], status=78)
     assert "data.width was (not given) in the saved run and is 3 now" in outcome.err
     (linear.folder / "model.py").write_text(f"{MODEL}\n# and a comment\n")
     outcome = linear.run(2, "train", "config.toml", "train.steps=5", flags=["--resume"])
-    assert outcome.status == 0, outcome.err
     assert "model.py has changed since it was saved" in outcome.err
 
 
@@ -293,9 +279,7 @@ def test_what_is_wrong_with_a_function_is_one_line_with_key_and_place(linear):
         settings, files, expected, status = told if len(told) == 4 else (*told, 78)
         for name, text in {"model.py": MODEL, "data.py": DATA, **files}.items():
             (linear.folder / name).write_text(text)
-        outcome = linear.run(2, "train", "config.toml", *settings)
-        assert outcome.status == status, (change, outcome)
-        (line,) = outcome.told
+        (line,) = linear.run(2, "train", "config.toml", *settings, status=status).told
         assert expected in line, change
 
 

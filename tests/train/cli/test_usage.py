@@ -83,8 +83,7 @@ def test_what_cannot_be_done_is_refused_by_the_options_name(trained, case):
         pytest.importorskip("safetensors")
     ranks, words, said, status = case if len(case) == 4 else (*case, ExitStatus.CONFIG)
     before = sorted(trained[0].folder.rglob("*"))
-    outcome = ThreadCommands(trained[0].folder)(ranks, *words.split())
-    assert outcome.status == status
+    outcome = ThreadCommands(trained[0].folder)(ranks, *words.split(), status=status)
     assert said in outcome.err, outcome.err
     assert "Traceback" not in outcome.err
     assert len(outcome.told) <= 1, outcome.err

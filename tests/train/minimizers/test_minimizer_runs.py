@@ -53,9 +53,9 @@ def fits(on_threads):
     return on_threads
 
 
-def fit(commands, ranks, *settings, flags=()):
+def fit(commands, ranks, *settings, **how):
     """The outcome of ``mpizero train fit.toml`` in a folder ``run``, with some settings replaced."""
-    return commands.run(ranks, "train", "fit.toml", *settings, flags=flags)
+    return commands.run(ranks, "train", "fit.toml", *settings, **how)
 
 
 def training_samples(validation, part=0):
@@ -81,7 +81,6 @@ def test_a_fit_ends_converged_at_the_minimum_with_the_same_bits_on_any_ranks(fit
     hashes, few = set(), ("checkpoint.every=0", "train.validate_every=100")
     for ranks, strategy in ((1, "zero2"), (2, "zero3"), (4, "ddp")):
         outcome = fit(fits, ranks, f"optimizer.name={method}", f"parallel.strategy={strategy}", *few)
-        assert outcome.status == 0, outcome.err
         result = outcome.result
         assert result["stopped"] == "converged: the gradient's largest element is at most gtol=1e-08"
         assert result["method"]["converged"]
@@ -101,7 +100,7 @@ def test_a_fit_ends_converged_at_the_minimum_with_the_same_bits_on_any_ranks(fit
 @pytest.mark.slow
 def test_what_is_validated_and_saved_is_the_iterate_also_where_a_trial_was_rejected(fits):
     fits_all = ["data.validation=0.0", "optimizer.gtol=1e-12"]
-    assert fit(fits, 1, *fits_all).status == 0
+    fit(fits, 1, *fits_all)
     lines = fits.metrics()
     rejected = next(line for line, after in pairwise(lines) if after["iteration"] == line["iteration"])
     stop = rejected["step"] + 1  # the loss of this step is a trial's that was not good enough
@@ -116,19 +115,20 @@ def test_what_is_validated_and_saved_is_the_iterate_also_where_a_trial_was_rejec
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_on_other_ranks_with_the_bits_of_one_that_was_not(fits):
-    whole = fit(fits, 1, "checkpoint.folder=whole/checkpoints").result
-    assert fit(fits, 3, "train.steps=2").result["steps"] == 2
+    soon = "optimizer.gtol=1e-3"
+    whole = fit(fits, 1, soon, "checkpoint.folder=whole/checkpoints").result
+    assert fit(fits, 3, soon, "train.steps=2").result["steps"] == 2
     for ranks in (2, 4, 1):
         (fits.folder / "run" / "STOP").touch()
-        assert fit(fits, ranks, "parallel.strategy=zero1", flags=["--resume"]).status == 75
-    resumed = fit(fits, 2, "parallel.strategy=zero3", flags=["--resume"])
+        fit(fits, ranks, soon, "parallel.strategy=zero1", flags=["--resume"], status=75)
+    resumed = fit(fits, 2, soon, "parallel.strategy=zero3", flags=["--resume"])
     same = ("parameters_sha256", "loss", "steps", "stopped", "method")
     assert {key: resumed.result[key] for key in same} == {key: whole[key] for key in same}
     figures = ("step", "loss", "iterate_loss", "iteration", "largest_gradient", "validation_loss")
     assert [[line[key] for key in figures] for line in fits.metrics()] == [
         [line[key] for key in figures] for line in fits.metrics("whole")
     ]
-    again = fit(fits, 2, flags=["--resume"])
+    again = fit(fits, 2, soon, flags=["--resume"])
     assert "is complete, it has ended after step" in again.err
     assert "another run may start from its parameters" in again.err
     assert again.result["parameters_sha256"] == whole["parameters_sha256"]
@@ -137,7 +137,7 @@ def test_an_interrupted_run_goes_on_on_other_ranks_with_the_bits_of_one_that_was
 @pytest.mark.slow
 def test_asynchronous_saves_and_the_best_checkpoint_hold_iterates(fits):
     settings = ["checkpoint.asynchronous=true", "checkpoint.best=validation_loss", "train.validate_samples=0"]
-    outcome = fit(fits, 2, *settings)
+    outcome = fit(fits, 2, *settings, "train.steps=8")
     best = outcome.result["best"]
     found = loss_of(fits.folder / best["checkpoint"], *training_samples(0.2, part=1))
     assert found == pytest.approx(best["value"], rel=1e-12)
@@ -153,8 +153,7 @@ def test_bounds_are_those_of_the_file(fits):
     assert free[-1] < 0.5, "the bound is needed"
     assert bias == 0.5
     np.testing.assert_allclose(weight, np.linalg.lstsq(x, y[:, 0] - 0.5, rcond=None)[0], rtol=1e-6)
-    wrong = fit(fits, 2, "optimizer.bounds={c = [0.5, inf]}")
-    assert wrong.status == 78
+    wrong = fit(fits, 2, "optimizer.bounds={c = [0.5, inf]}", status=78)
     assert wrong.told == [
         "ConfigError: --set: optimizer.bounds = {c = [0.5, (not given)]}: 'c' fits the name of no parameter; there are "
         "output.linear.weight, output.linear.bias"
@@ -165,8 +164,7 @@ def test_a_loss_that_is_not_finite_at_the_start_ends_the_run_and_keeps_no_copies
     y = TARGETS.copy()
     y[3] = np.nan
     np.save(fits.folder / "y.npy", y)
-    outcome = fit(fits, 2, "data.validation=0.0")
-    assert outcome.status != 0
+    outcome = fit(fits, 2, "data.validation=0.0", status=1)
     assert "skipped 5 steps in a row" in outcome.told[-1]
     assert "give other start values or bounds, or look at the data" in outcome.told[-1]
     assert not (fits.folder / "run" / "bad_steps").exists()
@@ -180,8 +178,7 @@ def test_a_loss_that_is_not_finite_at_the_start_ends_the_run_and_keeps_no_copies
 def test_verify_finds_the_bits_of_one_process_or_its_numbers_within_rounding(fits, method):
     layouts = "2, private; zero3*3; tensor=2; tensor=3"
     changed = ["--set", "model.hidden=[12]", "--set", f"optimizer.name={method}"]
-    outcome = fits(1, "verify", "fit.toml", "--steps", "6", "--layouts", layouts, "--json", *changed)
-    assert outcome.status == 0, outcome.out + outcome.err
+    outcome = fits(1, "verify", "fit.toml", "--steps", "4", "--layouts", layouts, "--json", *changed)
     tolerances = [verdict["tolerance"] for verdict in outcome.result["layouts"]]
     assert [tolerance is None for tolerance in tolerances] == [True, True, True, True, False]
 
@@ -189,7 +186,6 @@ def test_verify_finds_the_bits_of_one_process_or_its_numbers_within_rounding(fit
 def test_plan_counts_the_state_and_expects_no_seconds(fits, round_machine):
     def state(*overrides):
         outcome = fits(1, "plan", "fit.toml", "--ranks", "2", "--json", *overrides)
-        assert outcome.status == 0, outcome.err
         assert "dot products are not counted" in outcome.result["warnings"][-1]
         return sum(rank["memory"]["optimizer state"]["private"] for rank in outcome.result["ranks"])
 
@@ -245,25 +241,25 @@ def test_a_model_with_dropout_is_refused():
 
 
 def test_the_global_batch_is_all_samples_or_an_error(fits):
-    assert fit(fits, 2, "train.steps=1", f"train.global_batch={SAMPLES * 4 // 5}").status == 0
+    fit(fits, 2, "train.steps=1", f"train.global_batch={SAMPLES * 4 // 5}")
     for ranks in (1, 2):
-        outcome = fit(fits, ranks, "train.global_batch=8")
-        assert outcome.status == 78
+        outcome = fit(fits, ranks, "train.global_batch=8", status=78)
         assert outcome.told == [
             'ConfigError: --set: train.global_batch = 8: must be left out with optimizer.name = "l-bfgs", or be the '
             "number of training samples, which is 32: each of its steps evaluates all of them"
         ]
-    assert "train.prefetch = 2: must be left out with" in fit(fits, 2, "train.prefetch=2").told[0]
-    assert "train.micro_batch = 33: must be at most train.global_batch = 32" in fit(fits, 1, "train.micro_batch=33").err
+    assert "train.prefetch = 2: must be left out with" in fit(fits, 2, "train.prefetch=2", status=78).told[0]
+    told = "train.micro_batch = 33: must be at most train.global_batch = 32"
+    assert told in fit(fits, 1, "train.micro_batch=33", status=78).err
     with pytest.raises(ConfigError, match=r"train\.global_batch = 0: must be a whole number >= 1"):
         parsed(text=LINEAR.partition("[optimizer]")[0] + "global_batch = 0\n")
 
 
 def test_settings_of_the_method_cannot_change_in_a_run(fits):
-    assert fit(fits, 1, "train.steps=2").status == 0
-    told = fit(fits, 1, "optimizer.gtol=1e-3", flags=["--resume"]).told
+    fit(fits, 1, "train.steps=2")
+    told = fit(fits, 1, "optimizer.gtol=1e-3", flags=["--resume"], status=78).told
     assert "optimizer.gtol was 1e-08 in the saved run and is 0.001 now; give the saved value, or start" in told[0]
-    told = fit(fits, 1, flags=["--resume", "--override", "optimizer.gtol=1e-3"]).told
+    told = fit(fits, 1, flags=["--resume", "--override", "optimizer.gtol=1e-3"], status=78).told
     assert "--override optimizer.gtol: cannot change in a run" in told[0]
 
 
@@ -282,7 +278,6 @@ def test_the_configuration_file_of_the_page_fits_what_made_its_data(on_threads):
     (on_threads.folder / "decay.py").write_text(f"import numpy as np\nimport mpizero as mz\n{code}")
     outcomes = [fit(on_threads, ranks) for ranks in (1, 3)]
     for outcome in outcomes:
-        assert outcome.status == 0, outcome.err
         told = "converged: the gradient's largest element is at most gtol=1e-09"
         assert outcome.result["stopped"] == told
         assert f"mpizero: {told} (loss " in outcome.err
