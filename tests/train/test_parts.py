@@ -20,6 +20,7 @@ from mpizero.comm.startup import one_process
 from mpizero.sharding.forward_backward import Evaluation
 from mpizero.tools.bench.strategies import sent_formula
 from mpizero.tools.generate import FirstRankWriter, LanguageModel, Sampling, write
+from mpizero.train import machine
 from mpizero.train.events import Progress, byte_progress
 from mpizero.train.loop import validation_metrics
 from mpizero.train.machine import peak_growth, peak_resident, proportional, proportional_growth, resident
@@ -77,29 +78,36 @@ def test_memory_is_told_in_bytes():
     assert resident() < 1.1 * peak_resident()
 
 
-def test_memory_held_for_a_while_is_seen_by_whoever_looks_for_peaks():
+def test_memory_held_for_a_while_is_seen_by_whoever_looks_for_peaks(monkeypatch):
+    """The proportional size is made up: it also depends on the processes that share libraries with this one."""
+    size = [100]
+    monkeypatch.setattr(machine, "proportional", lambda: size[0])
     with (
         proportional_growth() as proportional_bytes,
         peak_growth() as resident_bytes,
         mmap.mmap(-1, 40_000_000) as held,  # an array may lie where freed memory was kept
     ):
         np.frombuffer(held, np.uint8)[:] = 1
-        until(lambda: proportional_bytes[0] > 3e7)
-    assert 3e7 < proportional_bytes[0] < 6e7
+        size[0] = 140
+        until(lambda: proportional_bytes[0])
+        size[0] = 90
+    assert proportional_bytes == [40]
     assert 3e7 < resident_bytes[0] < 6e7
 
 
-def test_metrics_after_the_resumed_step_move_to_another_file_with_torn_lines(tmp_path):
+def test_metrics_after_the_resumed_step_move_to_another_file_as_do_lines_that_no_run_has_written(tmp_path):
     folder = RunFolder(tmp_path / "checkpoints")
     folder.open()
     folder.write_metrics({"step": 1})
     folder.write_metrics({"step": 2})
     folder.close()
-    with folder.metrics.open("a") as file:
-        file.write('{"step": 3, "lo')
-    assert folder.continue_metrics(1) == 1  # a line that was cut is no step
-    assert folder.metrics.read_text() == '{"step": 1}\n'
-    assert folder.superseded.read_text() == '{"step": 2}\n{"step": 3, "lo\n'
+    others = [b'{"step": 1e999}', b'{"step": "2"}', b'{"step": true}', b"[]", b"[" * 99_999, b"9" * 9999, b"\xff\x1b[J"]
+    others += [b'{"step": 3, "lo']  # cut when the run was killed
+    with folder.metrics.open("ab") as file:
+        file.write(b"\n".join(others))
+    assert folder.continue_metrics(1) == 1
+    assert folder.metrics.read_bytes() == b'{"step": 1}\n'
+    assert folder.superseded.read_bytes().splitlines() == [b'{"step": 2}', *others]
 
 
 def test_checkpoints_on_another_file_system_move_aside_there(tmp_path):
@@ -216,15 +224,6 @@ def test_bytes_sent_follow_the_formulas():
     assert sent_formula("zero1", 100, groups=4, ranks_per_group=1) == 4 * 2 * 75
     assert sent_formula("zero3", 100, groups=4, ranks_per_group=1) == 4 * 3 * 75
     assert sent_formula("zero3", 100, groups=1, ranks_per_group=4) == 0
-
-
-def test_metrics_that_no_run_has_written_are_moved_aside_as_they_are(tmp_path):
-    folder = RunFolder(tmp_path)
-    others = [b'{"step": 1e999}', b'{"step": "2"}', b'{"step": true}', b"[]", b"[" * 99_999, b"9" * 9999, b"\xff\x1b[J"]
-    folder.metrics.write_bytes(b'{"step": 1}\n' + b"\n".join(others) + b"\n")
-    folder.continue_metrics(5)
-    assert folder.metrics.read_bytes() == b'{"step": 1}\n'
-    assert folder.superseded.read_bytes().splitlines() == others
 
 
 def test_a_pipe_in_the_place_of_metrics_is_an_error(tmp_path):

@@ -417,18 +417,9 @@ def test_another_run_s_folder_is_refused(tmp_path, on_threads):
 WRONG = {
     "no steps": ({"steps": 0}, ConfigError, r"Trainer: steps = 0: must be a whole number >= 1"),
     "an unknown argument": ({"patiense": 2}, ArgumentError, r"no argument 'patiense' \(did you mean 'patience'\?\)"),
-    "epochs": (
-        {"max_epochs": 3},
-        ArgumentError,
-        r"did you mean 'steps'\?\): count steps, steps=epochs \* len\(source\)",
-    ),
-    "a size of batches": ({"batch_size": 3}, ArgumentError, r"did you mean 'global_batch'\?"),
-    "a scheduler": (
-        {"lr_scheduler": 3},
-        ArgumentError,
-        r"the rate is the optimizer's, such as mz.AdamW\(lr=mz.optim.c",
-    ),
-    "workers": ({"num_workers": 3}, ArgumentError, r"did you mean 'prefetch'\?"),
+    "epochs": ({"max_epochs": 3}, ArgumentError, r"'steps'\?\): count steps, steps=epochs \* len\(source\)"),
+    "a name elsewhere": ({"num_workers": 3}, ArgumentError, r"did you mean 'prefetch'\?"),
+    "a scheduler": ({"lr_scheduler": 3}, ArgumentError, r"the rate is the optimizer's, such as mz.AdamW\(lr=mz"),
     "a setting": ({"clip": 1.0}, ArgumentError, r"'clip': it is a setting, mz.Config\(clip=...\)"),
     "a setting by another name": ({"bf16": True}, ArgumentError, r"it is a setting, mz.Config\(mixed_precision=...\)"),
     "no optimizer": ({"optimizer": None}, ConfigError, r"optimizer is missing: give one, such as optimizer=mz.AdamW"),

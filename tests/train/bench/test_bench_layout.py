@@ -38,7 +38,6 @@ def test_a_buffer_counts_once_however_many_views_are_kept_or_not_at_all():
 
 #: What more layouts hold and send is in ``tests/planning``.
 LAYOUTS = {
-    "halved backward": (2, {"pipeline": 2, "schedule": "zero_bubble"}, "ddp", True),
     "v": (4, {"pipeline": 2, "schedule": "zero_bubble_v"}, "zero2", False),
     "split sequences": (2, {"context": 2}, "zero1", True),
 }

@@ -188,13 +188,16 @@ def test_outside_of_a_job_there_is_nothing_to_put_into_the_queue(monkeypatch, tm
         main(["requeue", "75", str(tmp_path)], comm=one_process())
 
 
+def squeue(folder, line):
+    (folder / "squeue").write_text(f"#!/bin/sh\n{line}\n")
+    (folder / "squeue").chmod(0o755)
+
+
 def test_a_slurm_that_does_not_answer_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="squeue: .*submit the job again"):
         stopping.state_of_job("7")
-    script = tmp_path / "squeue"
-    script.write_text("#!/bin/sh\necho slurm_load_jobs error: Invalid job id >&2; exit 1\n")
-    script.chmod(0o755)
+    squeue(tmp_path, "echo slurm_load_jobs error: Invalid job id >&2; exit 1")
     with pytest.raises(ConfigError, match="Invalid job id: submit the job again"):
         stopping.state_of_job("7")
 
@@ -209,8 +212,6 @@ def test_a_slurm_that_does_not_answer_is_told(monkeypatch, tmp_path):
     ],
 )
 def test_what_slurm_says_of_a_job(monkeypatch, tmp_path, answer, state):
-    script = tmp_path / "squeue"
-    script.write_text(f"#!/bin/sh\necho '{answer}'\n")
-    script.chmod(0o755)
+    squeue(tmp_path, f"echo '{answer}'")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert stopping.state_of_job("7") == state

@@ -60,11 +60,7 @@ WRONG = [
     (1, "train tiny.toml --resume-from=-1", "--resume-from"),
     (3, "train nothing.toml", "nothing.toml: cannot be read"),
     (1, "train tiny.toml --set checkpoint.best=perplexty", "no validation metric of this name (did you mean"),
-    (
-        1,
-        "train tiny.toml --set checkpoint.best=perplexity --set train.validate_every=0",
-        "set train.validate_every > 0",
-    ),
+    (1, "train tiny.toml --set checkpoint.best=perplexity --set train.validate_every=0", "validate_every > 0"),
     (1, "train tiny.toml --set train.patience=2 --set data.validation=0", "needs validation samples: set data.valid"),
     (1, "verify tiny.toml --layouts tensor=3", "'zero2*3, tensor=3' does not fit: parallel.tensor = 3: must divide"),
     (1, "verify tiny.toml --layouts pipeline=4", "more stages than layers"),

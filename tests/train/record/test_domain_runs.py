@@ -102,11 +102,7 @@ def test_a_run_is_resumed_with_another_domain_and_told_of(commands):
 @pytest.mark.parametrize(
     ("ranks", "settings", "why"),
     [
-        (
-            2,
-            ["parallel.domain=[2,2]"],
-            r"parallel.domain = \[2, 2\]: does not fit this job: 2 ranks are not a multiple",
-        ),
+        (2, ["parallel.domain=[2,2]"], r"domain = \[2, 2\]: does not fit this job: 2 ranks are not a multiple"),
         (2, ["parallel.domain=[2]"], r'must have 2 numbers: model.name = "unet" has fields of 2 axes of space'),
         (4, ["parallel.domain=[2,1]", "parallel.tensor=2"], "parallel.tensor = 2: must be 1 with parallel.domain"),
         (4, ["parallel.domain=[2,1]", "parallel.context=2"], "parallel.context = 2: must be 1 with parallel.domain"),
