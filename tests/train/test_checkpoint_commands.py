@@ -102,11 +102,12 @@ def test_one_checkpoint_tells_what_it_is(tool, trained):
 
 
 def test_statistics_and_patterns(tool):
-    told = tool("checkpoint", "inspect", "run/checkpoints/step_00000006", "--statistics", "--pattern", "head.norm.*")
+    inspect = partial(tool, "checkpoint", "inspect", "run/checkpoints/step_00000006")
+    told = inspect("--statistics", "--pattern", "head.norm.*")
     table = told.out.split("\n\n")[1].splitlines()
     assert table[0].split() == ["name", "type", "shape", "bytes", "minimum", "maximum", "mean", "norm", "not", "finite"]
     assert [line.split()[0] for line in table[1:]] == ["parameters/head.norm.bias", "parameters/head.norm.weight"]
-    nothing = tool("checkpoint", "inspect", "run", "--pattern", "nothing*", status=ExitStatus.CONFIG)
+    nothing = inspect("--pattern", "nothing*", status=ExitStatus.CONFIG)
     assert "--pattern nothing*: fits none of the 48 arrays" in nothing.err
 
 

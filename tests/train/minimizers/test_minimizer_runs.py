@@ -164,7 +164,7 @@ def test_a_loss_that_is_not_finite_at_the_start_ends_the_run_and_keeps_no_copies
     y = TARGETS.copy()
     y[3] = np.nan
     np.save(fits.folder / "y.npy", y)
-    outcome = fit(fits, 2, "data.validation=0.0", status=1)
+    outcome = fit(fits, 2, "data.validation=0.0", status=70)
     assert "skipped 5 steps in a row" in outcome.told[-1]
     assert "give other start values or bounds, or look at the data" in outcome.told[-1]
     assert not (fits.folder / "run" / "bad_steps").exists()

@@ -166,7 +166,7 @@ def validated(comm, cut, folder, metrics, space=(13, 11)):
     """The validations of a run, and the error and hits that NumPy computes of the last model and whole fields."""
     x = np.random.default_rng(0).normal(size=(14, *space, 2)).astype("f4")
     source, held_back = (mz.data.ArraySource(part, np.roll(part, 1, axis=1)) for part in (x[:7], x[7:]))
-    given = {"optimizer": mz.Adam(0.01), "steps": 2, "global_batch": 6, "run": folder, "validation": held_back}
+    given = {"optimizer": mz.Adam(0.01), "steps": 1, "global_batch": 6, "run": folder, "validation": held_back}
     net = mz.nn.UNet(2, 2, len(space), width=4, levels=2, groups=2, space=space)
     with (
         mz.Mesh(comm, domain=cut) as mesh,
