@@ -33,7 +33,7 @@ def follow_readme(folder, launch=True):
             continue
         words += ["--set", f"train.steps={STEPS}"] if "train" in words else []
         done = subprocess.run(
-            words, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+            words, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=1800, check=False
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         found += [json.loads(text) for text in done.stdout.splitlines() if text.startswith('{"steps"')]

@@ -27,8 +27,8 @@ from mpizero.train.config.schema import RunConfig
 from mpizero.train.config.toml import ConfigDocument, config_of, parse_config
 from tests.faults.jobs import ENVIRONMENT, ROOT, launchers
 
-#: Long enough for a machine that compiles kernels and runs other things besides.
-PATIENCE = 240
+#: Long enough for a machine that compiles kernels and runs dozens of other things besides; only a hang takes so long.
+PATIENCE = 900
 TINY = """
 [model]
 name = "gpt"
