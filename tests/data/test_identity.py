@@ -17,6 +17,13 @@ from mpizero.train.data_identity import FINGERPRINT_SAMPLES, contents, differenc
 from tests.train.test_trainer import linear
 
 COUNT = 1000
+
+
+@pytest.fixture(autouse=True)
+def _no_limit_of_time(monkeypatch):
+    monkeypatch.setattr(data_identity, "COMPARED_SECONDS", np.inf)
+
+
 X = np.random.default_rng(0).normal(size=(COUNT, 3))
 Y = X @ np.array([1.0, -2.0, 0.5])
 

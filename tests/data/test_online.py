@@ -6,7 +6,6 @@ import io
 import json
 import os
 import threading
-import time
 import tracemalloc
 import zipfile
 
@@ -24,20 +23,19 @@ def sample(producer, number):
     return np.array([producer, number], np.float32), np.array([number], np.float32)
 
 
-def batches_of(world, trainers, produce, *, global_batch=4, steps=None, pause=0.0, window=3, **options):
+def batches_of(world, trainers, produce, *, steps=None, **options):
     """Samples of every global batch, as lists of (producer, number); and what the producers have returned."""
 
     def run(comm):
-        with mz.data.OnlineJob(comm, trainers=trainers, like=LIKE, window=window) as job:
+        with mz.data.OnlineJob(comm, trainers=trainers, like=LIKE, window=3) as job:
             if not job.trains:
                 return produce(comm.rank - trainers, job)
             config = mz.ShardingConfig(comm=job.group, micro_batch=1)
             with job.source(**options) as source:
                 found = []
-                for x, y in mz.data.batches(source, config, global_batch, steps=steps):
+                for x, y in mz.data.batches(source, config, 4, steps=steps):
                     assert (x[:, 1:] == y).all()
                     found.append([tuple(row) for row in x.astype(int).tolist()])
-                    time.sleep(pause)
             return found
 
     results = run_in_threads(world, run)
@@ -45,13 +43,13 @@ def batches_of(world, trainers, produce, *, global_batch=4, steps=None, pause=0.
     return joined, results[trainers:]
 
 
-def gives(counts, pause=0.0):
-    """A producer that gives ``counts[k]`` samples; it returns how many were accepted."""
+def gives(counts, before=lambda k, number: None):
+    """A producer that gives ``counts[k]`` samples, after ``before(k, number)``; it returns how many were accepted."""
 
     def produce(k, job):
         with job.producer() as producer:
             for number in range(counts[k]):
-                time.sleep(pause * (k + 1))
+                before(k, number)
                 if not producer.put(*sample(k, number)):
                     return number
         return counts[k]
@@ -66,16 +64,23 @@ def test_producers_take_turns_whatever_the_trainers_and_the_last_batch_is_short(
     assert accepted == [5, 2]
 
 
-@pytest.mark.parametrize(("slow", "pause"), [(0.02, 0.0), (0.0, 0.02)], ids=["slow producers", "too fast"])
-def test_no_speed_changes_a_batch_or_loses_a_sample(slow, pause):
-    quick, _ = batches_of(4, 2, gives([9, 7]))
-    found, accepted = batches_of(4, 2, gives([9, 7], slow), pause=pause, window=1)
-    assert found == quick
-    assert sum(map(len, found)) == sum(accepted) == 16
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_producer_keeps_its_turns(late):
+    """It gives its first sample when three of the other one, a window, wait for the trainers."""
+    full = threading.Event()
+
+    def before(k, number):
+        if k != late and number == 3:
+            full.set()
+        assert k != late or full.wait(60)
+
+    found, accepted = batches_of(4, 2, gives([4, 4], before))
+    assert found == [[(k, number) for number in numbers for k in (0, 1)] for numbers in ((0, 1), (2, 3))]
+    assert accepted == [4, 4]
 
 
 def test_a_producer_waits_while_its_window_is_full():
-    accepted: list[int] = []
+    accepted = [threading.Event() for _ in range(5)]
 
     def run(comm):
         with mz.data.OnlineJob(comm, trainers=1, like=LIKE, window=3) as job:
@@ -83,12 +88,10 @@ def test_a_producer_waits_while_its_window_is_full():
                 with job.producer() as producer:
                     for number in range(5):
                         producer.put(*sample(0, number))
-                        accepted.append(number)
+                        accepted[number].set()
                 return None
-            while len(accepted) < 3:
-                time.sleep(0.01)
-            time.sleep(0.1)
-            assert accepted == [0, 1, 2]
+            assert accepted[2].wait(60)
+            assert not accepted[3].wait(0.1)
             with job.source() as source:
                 return len(source.next_batch(5))
 
@@ -114,14 +117,18 @@ def failing(k, job):
                 raise FloatingPointError("the solver has diverged")
 
 
-def drained(**options):
+def drained(ended=None, **options):
     """Let the second of two producers fail while a trainer asks for a batch; return its samples or its error."""
-    found = []
+    found, ended = [], ended or threading.Event()
 
     def run(comm):
         with mz.data.OnlineJob(comm, trainers=1, like=LIKE) as job:
             if not job.trains:
-                return failing(comm.rank - 1, job)
+                try:
+                    return failing(comm.rank - 1, job)
+                except FloatingPointError:
+                    ended.set()
+                    raise
             with job.source(**options) as source:
                 try:
                     found.append(len(source.next_batch(100)))
@@ -138,11 +145,11 @@ def drained(**options):
 def test_an_exception_of_a_producer_is_raised_by_the_trainers_and_by_itself(monkeypatch):
     def stop(self):
         tell_producers(self)
-        time.sleep(0.1)  # until the one that has failed has ended, and other ranks with it
+        assert ended.wait(60)
 
-    tell_producers = mz.data.online.MessageReceiver.stop
+    ended, tell_producers = threading.Event(), mz.data.online.MessageReceiver.stop
     monkeypatch.setattr(mz.data.online.MessageReceiver, "stop", stop)
-    assert "the producer rank 2 has failed: FloatingPointError: the solver has diverged" in drained()[0]
+    assert "the producer rank 2 has failed: FloatingPointError: the solver has diverged" in drained(ended)[0]
 
 
 def test_on_error_drain_trains_on_all_that_was_accepted_before_the_exception_leaves_the_producer():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -14,14 +13,14 @@ from mpizero.testing import run_in_threads
 
 
 class Counted(data.ArraySource):
-    """A source that counts its reads, and fails in the read of a sample."""
+    """A source that tells of its reads, and fails in the read of a sample."""
 
     def __init__(self, length, bad=-1):
         super().__init__(np.arange(length), -np.arange(length))
-        self.reads, self.bad, self.threads = 0, bad, set()
+        self.done, self.bad, self.threads = threading.Semaphore(0), bad, set()
 
     def read(self, indices):
-        self.reads += 1
+        self.done.release()
         self.threads.add(threading.current_thread().name)
         if self.bad in indices:
             raise DataError(f"sample {self.bad}: gone")
@@ -51,11 +50,8 @@ def test_the_thread_is_a_bounded_number_of_batches_ahead_and_ends(ranks):
     source = Counted(100)
     stream = data.batches(source, ranks(), 5, prefetch=3)
     next(stream)
-    deadline = time.monotonic() + 10
-    while source.reads < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)
-    assert source.reads == 5  # the first batch twice
+    assert all(source.done.acquire(timeout=60) for _ in range(5))  # the first batch twice
+    assert not source.done.acquire(timeout=0.05)
     stream.close()
     stream.close()
     assert not readers()
