@@ -46,8 +46,11 @@ def test_a_copy_is_the_same_data_as_its_source(compressed, ranks):
             assert part.origin(np.arange(4)).tolist() == same.origin(np.arange(4)).tolist()
 
 
-def test_a_copy_that_does_not_fit_is_left_out_and_told(compressed, ranks, capsys):
-    with data.cached(data.Hdf5Source(compressed[0], "x", "y"), ranks(), limit=1000) as source:
+@pytest.mark.parametrize("limit", [None, 1000], ids=["memory of the job", "given"])
+def test_a_copy_that_does_not_fit_is_left_out_and_told(compressed, ranks, capsys, monkeypatch, limit):
+    if limit is None:
+        monkeypatch.setattr(mapped, "available_memory", lambda: 2000)
+    with data.cached(data.Hdf5Source(compressed[0], "x", "y"), ranks(), limit=limit) as source:
         assert source.nbytes == 0
         np.testing.assert_array_equal(source.samples([7])[0], compressed[1][[7]])
     assert "a node has room for 1000: every rank reads the files itself" in capsys.readouterr().err
@@ -134,11 +137,3 @@ def test_processes_of_a_node_share_one_copy(world, ranks, compressed):
     with data.cached(data.Hdf5Source(path, "x", "y"), ranks(world)) as source:
         np.testing.assert_array_equal(source.samples(order)[0], values[order], strict=True)
         assert sum(world.allgather_object(source.blocks_read)) == 13
-
-
-def test_the_limit_of_the_job_decides_what_is_kept_in_memory(compressed, ranks, capsys, monkeypatch):
-    source = data.Hdf5Source(compressed[0], "x", "y")
-    monkeypatch.setattr(mapped, "available_memory", lambda: 2000)
-    with data.cached(source, ranks()) as copy:
-        assert copy.nbytes == 0
-    assert "a node has room for 1000: every rank reads the files itself" in capsys.readouterr().err

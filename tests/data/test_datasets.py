@@ -9,7 +9,6 @@ import pytest
 
 import mpizero as mz
 from mpizero.errors import ConfigError, DataError
-from mpizero.testing import run_in_threads
 
 
 class Fields:
@@ -30,18 +29,6 @@ def test_samples_are_those_of_the_dataset_in_the_order_of_their_numbers():
     assert x["field"][:, 0, 0].tolist() == y.astype(int).tolist() == [7, 2, 7]
     assert x["mask"].tolist() == [[1, 1], [0, 1], [1, 1]]
     assert source.samples([])[0]["field"].shape == (0, 2, 3)
-
-
-def test_ranks_read_the_samples_of_one_process():
-    def read(comm):
-        with mz.Mesh(comm) as mesh:
-            return [
-                y.tolist() for _, y in mz.data.batches(mz.data.DatasetSource(Fields()), mesh, global_batch=4, steps=3)
-            ]
-
-    (alone,) = run_in_threads(1, read)
-    parts = run_in_threads(2, read)
-    assert [first + second for first, second in zip(*parts, strict=True)] == alone
 
 
 class Noisy(Fields):
@@ -90,12 +77,6 @@ class Odd(Fields):
 def test_what_is_no_dataset_of_pairs_is_refused(dataset, message):
     with pytest.raises(DataError, match=message):
         mz.data.DatasetSource(dataset)
-
-
-def test_samples_of_different_shapes_are_named():
-    source = mz.data.DatasetSource(Odd(lambda i: (np.zeros(1 + i % 2), 0), 4))
-    with pytest.raises(DataError, match=r"Odd returned different shapes for samples \[0, 1\]"):
-        source.samples([0, 1])
 
 
 def test_a_dataset_in_the_place_of_a_source_is_told_which_source_takes_it():

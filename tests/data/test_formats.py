@@ -71,13 +71,6 @@ def packed(tmp_path, values, **attributes):
     return data.NetcdfSource(tmp_path / "p.nc", "x", "y", allow_nan="scale_factor" in attributes)
 
 
-def test_packed_variables_are_unpacked_and_missing_elements_are_nan(tmp_path):
-    values = np.array([[0, 1, 2, 3], [4, 5, -99, 7], [8, 9, 10, 11]], "i2")
-    source = packed(tmp_path, values, scale_factor=np.float64(0.5), add_offset=np.float64(10), _FillValue=np.int16(-99))
-    expected = np.where(values == -99, np.nan, values * 0.5 + 10)
-    np.testing.assert_array_equal(source.samples(range(3))[0], expected, strict=True)
-
-
 def test_a_missing_whole_number_is_an_error(tmp_path):
     source = packed(tmp_path, np.array([[0, 1, 2, 3], [4, 5, -99, 7]] * 2, "i2")[:3], _FillValue=np.int16(-99))
     with pytest.raises(DataError, match=r"p\.nc: variable 'x', elements \[1:2\]: an element is missing"):
@@ -112,6 +105,11 @@ MEANT = {
         np.array([1, -9, -99, 2], "f8"),
         {"missing_value": np.float64(-9), "_FillValue": np.float64(-99)},
         [1, NAN, NAN, 2],
+    ),
+    "packed": (
+        np.array([0, 5, -99, 7], "i2"),
+        {"scale_factor": np.float64(0.5), "add_offset": np.float64(10), "_FillValue": np.int16(-99)},
+        [10, 12.5, NAN, 13.5],
     ),
     "a wider type": (np.array([1, 1e20, 3, 2], "f4"), {"missing_value": np.float64(1e20)}, [1, NAN, 3, 2]),
     "a float for whole numbers": (

@@ -39,16 +39,11 @@ PLACES = {
     "a tuple": (lambda: data.ArraySource((MASKED, MASKED), PLAIN), r"x\[0\] is a masked array"),
     "a list": (lambda: data.ArraySource([MASKED[0], MASKED[1], MASKED[2]], PLAIN), "x is a masked array"),
     "a source": (lambda: Own().samples([0]), r"Own.read returned x\['wind'\], which is a masked array"),
-    "a part of it": (
-        lambda: Own().split(0.4)[0].samples([0]),
-        r"Own.read returned x\['wind'\], which is a masked array",
-    ),
     "a transformation": (
         lambda: data.TransformedSource(data.ArraySource(np.ones((3, 2)), PLAIN), masking).samples([0]),
         "masking returned x, which is a masked array",
     ),
     "an example": (lambda: data.SpoolProducer("no", "a", like=(MASKED, PLAIN)), "like: x is a masked array"),
-    "training": (lambda: mz.data.ArraySource(MASKED.filled(0.0), np.ma.masked_array(PLAIN)), "y is a masked array"),
 }
 
 

@@ -40,10 +40,10 @@ def test_they_are_numpys(source, ranks, channel):
     assert found.samples == 1000
 
 
-@pytest.mark.parametrize("leaf", [1, 64])
+@pytest.mark.parametrize("leaf", [1, 16])
 def test_the_bits_do_not_depend_on_ranks(source, ranks, monkeypatch, leaf):
     monkeypatch.setattr(module, "LEAF", leaf)
-    part = source.split(0.3)[0]
+    part = source.split(0.9)[0]
     sets = [run_in_threads(n, lambda comm: taken(data.statistics(part, ranks(comm), 0))) for n in (1, 2, 3, 8)]
     assert all(found == sets[0][0] for ranks_of_one in sets for found in ranks_of_one)
 

@@ -51,7 +51,6 @@ def write(comm: Any, path: Path, cut: tuple[int, ...], space: tuple[int, ...] = 
 @pytest.mark.parametrize(
     ("ranks", "cut", "space", "settings"),
     [
-        (1, (1, 1), SPACE, {}),
         (2, (2, 1), SPACE, {"share_node_memory": False}),
         (3, (1, 3), SPACE, {}),
         (4, (2, 2), SPACE, {}),
@@ -61,7 +60,6 @@ def write(comm: Any, path: Path, cut: tuple[int, ...], space: tuple[int, ...] = 
         (3, (), SPACE, {}),
         (2, (), SPACE, {"context": 2}),
         (8, (2, 2, 2), WIDE, {}),
-        (4, (1, 1, 4), WIDE, {}),
         (3, (3,), (7,), {}),
     ],
     ids=str,
