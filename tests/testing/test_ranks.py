@@ -11,10 +11,6 @@ from mpizero.testing import assert_same_as_serial, parallel_assert, run_in_threa
 from mpizero.testing.checks import first_difference
 
 
-def test_results_are_listed_by_rank():
-    assert run_in_threads(4, lambda comm: comm.rank**2) == [0, 1, 4, 9]
-
-
 def test_each_rank_has_a_thread_and_none_is_left():
     names = run_in_threads(3, lambda comm: (comm.barrier(), threading.current_thread().name)[1])
     assert names == ["rank 0", "rank 1", "rank 2"]
@@ -47,7 +43,7 @@ def test_threads_that_wait_for_one_that_cannot_be_started_end(monkeypatch):
     monkeypatch.undo()
     for thread in threading.enumerate():
         if thread.name.startswith("rank "):
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 
