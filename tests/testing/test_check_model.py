@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,7 @@ SLOW = {"GPT in float32 with dropout", "tied GPT with dropout"}
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_model_raises_no_alarm(name):
-    for seed in range(1 if name in SLOW else 3):
+    for seed in range(1 if name in SLOW else 2):
         report = check_model(*RIGHT[name](np.random.default_rng(seed)), seed=seed)
         assert report.right
         assert [line.partition(":")[0] for line in report.passed][:2] == ["values", "repeats"]
@@ -208,9 +207,3 @@ def test_a_layer_of_a_float32_model_is_tested_in_float64(rng):
     report = check_model(*chain("")(rng))
     assert report.right
     assert not [note for note in report.notes if "rounding hides" in note]
-
-
-def test_time_is_no_part_of_the_answer(rng):
-    """A loss that changes by the clock alone is told from one that is right."""
-    with pytest.raises(ModelCheckError, match="counter, or threads"):
-        check_model(*box(rng, lambda answer: answer._replace(loss=answer.loss + time.time())))
