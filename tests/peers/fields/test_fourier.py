@@ -33,7 +33,7 @@ def require_close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * max(np.abs(expected).max(), 1e-300))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(24))
 def test_values_and_gradients_of_a_layer_are_those_of_pytorch(seed):
     rng = np.random.default_rng(seed)
     space = tuple(int(n) for n in rng.integers(1, 12, rng.integers(1, 4)))
@@ -51,7 +51,7 @@ def test_values_and_gradients_of_a_layer_are_those_of_pytorch(seed):
         require_close(found, wanted)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 def test_gradients_of_an_operator_are_those_of_pytorch(seed):
     rng = np.random.default_rng(seed)
     axes = seed % 3 + 1

@@ -11,7 +11,7 @@ from mpizero.layout.flat import nested
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
-CASES = 200
+CASES = 60
 CHANNELS = 6
 
 
