@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import mpizero as mz  # noqa: E402
-from mpizero.adapters.torch import autograd, blocks  # noqa: E402
+from mpizero.adapters.torch import autograd, blocks, call  # noqa: E402
 from mpizero.adapters.torch.autograd import Pass, full_backward, input_half, weight_half  # noqa: E402
 from mpizero.cli.main import main  # noqa: E402
 from mpizero.errors import ConfigError, MpizeroError  # noqa: E402
@@ -792,8 +793,6 @@ def test_random_numbers_and_settings_of_the_caller_stay_as_they_were() -> None:
 
 
 def test_modules_that_do_not_round_in_one_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpizero.adapters.torch import call
-
     monkeypatch.setattr(call, "_placed", lambda array, offset: array + offset)
     with pytest.raises(ConfigError, match="MKL_CBWR=AUTO"):
         transformer()
@@ -801,8 +800,6 @@ def test_modules_that_do_not_round_in_one_way_are_refused(monkeypatch: pytest.Mo
 
 def test_random_numbers_of_a_gpu_are_seeded_and_the_callers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generator of the host stands for that of the GPU."""
-    from mpizero.adapters.torch import call
-
     host, gpu = torch.default_generator, torch.Generator().manual_seed(7)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -820,20 +817,16 @@ def test_random_numbers_of_a_gpu_are_seeded_and_the_callers_stay(monkeypatch: py
 
 def test_products_on_a_gpu_may_be_deterministic() -> None:
     """PyTorch raises an error for each product on a GPU otherwise."""
-    import os
-
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
 
 
 def test_buffers_that_stay_in_the_module_go_to_where_the_parameters_are() -> None:
     """PyTorch's device "meta" stands for the GPU."""
-    from mpizero.adapters.torch.call import bring, module_tensors
-
     net = nn.Module()
     net.first = nn.Module()
     net.first.register_buffer("mask", torch.ones(3), persistent=False)
     net.first.register_buffer("same", net.first.mask)
-    bring(list(module_tensors(net, "_buffers").values()), torch.device("meta"))
+    call.bring(list(call.module_tensors(net, "_buffers").values()), torch.device("meta"))
     assert net.first.mask.is_meta
     assert net.first.same is net.first.mask
 

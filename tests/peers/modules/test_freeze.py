@@ -68,7 +68,7 @@ PATTERNS = ["0.*"], ["*.bias"], ["3.weight", "0.bias"]
 
 @pytest.mark.parametrize(
     ("kind", "patterns", "ranks"),
-    [(kind, patterns, 1 + (i + j) % 2) for i, kind in enumerate(MODELS) for j, patterns in enumerate(PATTERNS)],
+    [(kind, PATTERNS[(i + ranks) % 3], ranks) for i, kind in enumerate(MODELS) for ranks in (1, 2)],
 )
 def test_frozen_parameters_stay_and_all_others_train(kind: str, patterns: Any, ranks: int) -> None:
     make, strategy = MODELS[kind], ("ddp", "zero3")[ranks - 1]

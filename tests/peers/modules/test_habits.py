@@ -133,24 +133,6 @@ def test_contexts_of_pytorch_around_a_model_are_errors() -> None:
             placed.train(X, X)
 
 
-class Similar(nn.Module):
-    """Return for each sample the loss of telling it from the others of its grain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: Any) -> Any:
-        y = self.layer(x)
-        return nn.functional.cross_entropy(y @ y.T, torch.arange(len(y)), reduction="none")
-
-
-def test_a_contrastive_loss_belongs_into_the_module() -> None:
-    model = TorchModel(Similar, lambda p, t: p.sum(), compare_forward=False)
-    with place(model, "self") as placed:
-        assert placed.train(X, X) > 0
-
-
 def masked(prediction: Any, target: Any) -> Any:
     """A mean over what is known, times the number of samples: right only where all know equally much."""
     return (((prediction - target["y"]) ** 2 * target["m"]).sum() / target["m"].sum()) * len(prediction)
