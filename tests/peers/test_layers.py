@@ -44,14 +44,7 @@ LAYERS = {
     "silu": (mz.nn.SiLU(), nn.SiLU, (40, 9), None),
     "relu": (mz.nn.ReLU(), nn.ReLU, (40, 9), None),
     "tanh": (mz.nn.Tanh(), nn.Tanh, (40, 9), None),
-    "attention": (mz.nn.CausalSelfAttention(12, 3), lambda: Attention(12, 3, batch_first=True), (2, 9, 12), None),
     "long attention": (mz.nn.CausalSelfAttention(4, 2), lambda: Attention(4, 2, batch_first=True), (1, 130, 4), None),
-    "feed forward": (
-        mz.nn.FeedForward(3, 5),
-        lambda: nn.Sequential(nn.Linear(3, 5), nn.GELU(approximate="tanh"), nn.Linear(5, 3)),
-        (2, 7, 3),
-        None,
-    ),
     "block": (mz.nn.TransformerBlock(12, 3), lambda: Block(12, 3), (2, 9, 12), (2, 3, 4, 5, 8, 9, 10, 11, 0, 1, 6, 7)),
 }
 

@@ -14,14 +14,14 @@ torch = pytest.importorskip("torch")
 from tests.peers.twins import perceptron_loss, perceptron_twin, text_batches, to_torch_names, torch_twin  # noqa: E402
 
 STEPS, RANKS = 40, 3
-#: Ours and PyTorch's, of one name, with the same settings.
+#: Ours and PyTorch's, of one name, with the same settings; and what the perceptron is that they train.
 OPTIMIZERS = {
-    "sgd": ("SGD", {"lr": 0.05}),
-    "momentum": ("SGD", {"lr": 0.02, "momentum": 0.9, "dampening": 0.3}),
-    "nesterov": ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True}),
-    "adam": ("Adam", {"lr": 2e-3, "betas": (0.8, 0.95)}),
-    "adamw": ("AdamW", {"lr": 2e-3, "eps": 1e-6}),
-    "rmsprop": ("RMSprop", {"lr": 1e-3, "alpha": 0.9}),
+    "sgd": ("SGD", {"lr": 0.05}, "gelu", "classification"),
+    "momentum": ("SGD", {"lr": 0.02, "momentum": 0.9, "dampening": 0.3}, "silu", "regression"),
+    "nesterov": ("SGD", {"lr": 0.02, "momentum": 0.9, "nesterov": True}, "tanh", "classification"),
+    "adam": ("Adam", {"lr": 2e-3, "betas": (0.8, 0.95)}, "relu", "regression"),
+    "adamw": ("AdamW", {"lr": 2e-3, "eps": 1e-6}, "gelu", "regression"),
+    "rmsprop": ("RMSprop", {"lr": 1e-3, "alpha": 0.9}, "gelu", "classification"),
 }
 
 
@@ -67,15 +67,16 @@ def trained_there(optimizer, parameters, loss_of, batches, clip=None, schedule=N
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_forty_steps_of_a_perceptron_have_pytorch_s_losses_and_parameters(name, rng):
-    kind, settings = OPTIMIZERS[name]
-    model = mz.nn.MLP(5, (8, 7), 4, activation="gelu", dtype="float64", seed=3)
+def test_twelve_steps_of_a_perceptron_have_pytorch_s_losses_and_parameters(name, rng):
+    kind, settings, activation, task = OPTIMIZERS[name]
+    model = mz.nn.MLP(5, (8, 7), 4, activation=activation, task=task, dtype="float64", seed=3)
     twin = perceptron_twin(model, initial_parameters(model))
-    batches = [(rng.normal(size=(7, 5)), rng.integers(0, 4, 7)) for _ in range(STEPS)]
+    target = (lambda: rng.integers(0, 4, 7)) if task == "classification" else lambda: rng.normal(size=(7, 4))
+    batches = [(rng.normal(size=(7, 5)), target()) for _ in range(12)]
     losses, values = trained_here(model, getattr(mz, kind)(weight_decay=0.1, **settings), batches, "zero2")
 
     def loss_of(x, y):
-        return perceptron_loss("classification", twin(torch.from_numpy(x)), torch.from_numpy(y))
+        return perceptron_loss(task, twin(torch.from_numpy(x)), torch.from_numpy(y))
 
     optimizer = getattr(torch.optim, kind)(groups_of(model_specs(model), twin.parameters()), **settings)
     np.testing.assert_allclose(losses, trained_there(optimizer, None, loss_of, batches), rtol=1e-9)

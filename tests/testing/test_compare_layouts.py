@@ -280,7 +280,7 @@ def test_all_ranks_get_the_same_report_and_small_layouts_leave_ranks_waiting(wor
 @pytest.mark.mpi(min_size=2)
 def test_planted_faults_are_named_on_ranks_of_mpi(world, monkeypatch):
     """On each number of ranks some of them, the others on another."""
-    first, every = {2: (0, 2), 3: (1, 2), 4: (1, 4)}.get(world.size, (4, 4))
+    first, every = {2: (0, 3), 3: (1, 3), 4: (2, 3)}.get(world.size, (4, 4))
     for plant, layouts, expected in FAULTS[first::every]:
         layout = next(iter(layouts))
         with monkeypatch.context() as patch:
