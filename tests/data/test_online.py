@@ -65,15 +65,22 @@ def test_producers_take_turns_whatever_the_trainers_and_the_last_batch_is_short(
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_late_producer_keeps_its_turns(late):
-    """It gives its first sample when three of the other one, a window, wait for the trainers."""
-    full = threading.Event()
+def test_a_late_producer_keeps_its_turns(late, monkeypatch):
+    """It gives its first sample when trainers have looked three times at a window of the other one's samples."""
+    full, looked, poll = threading.Event(), threading.Semaphore(0), mz.data.online.MessageReceiver.poll
+
+    def look(self, wanted):
+        if full.is_set():
+            looked.release()
+        return poll(self, wanted)
 
     def before(k, number):
         if k != late and number == 3:
             full.set()
-        assert k != late or full.wait(60)
+        if k == late and number == 0:
+            assert all(looked.acquire(timeout=60) for _ in range(4))  # the fourth look begins when the third has ended
 
+    monkeypatch.setattr(mz.data.online.MessageReceiver, "poll", look)
     found, accepted = batches_of(4, 2, gives([4, 4], before))
     assert found == [[(k, number) for number in numbers for k in (0, 1)] for numbers in ((0, 1), (2, 3))]
     assert accepted == [4, 4]
