@@ -623,18 +623,16 @@ class CheckedMicroBatch:
     def accumulate(self, unit: Unit, block: str, dx: Any) -> Any:
         """Check a block's gradients, which are complete, and add them to those of other micro-batches.
 
-        If they are only added when the unit is complete, all blocks are checked together after the last of them. Return
-        ``dx``, the gradient of the block's input, or a copy of it if it shares memory with these gradients, which the
-        next block may overwrite.
+        If they are only added when the unit is complete, all its blocks are checked together after the last of them.
+        Return ``dx``, the gradient of the block's input, or a copy of it if it shares memory with these gradients,
+        which the next block may overwrite.
         """
-        by_block = self.batch.by_block
-        if not by_block and block != unit.blocks[0]:
-            return dx
         begun = self.timeline.begin()
-        blocks = (block,) if by_block else unit.blocks[::-1]
+        blocks = (block,) if self.batch.by_block else unit.blocks[::-1]
         parts = self.batch.flat_gradients(unit, blocks)
         dx = apart(dx, parts)
-        self._accumulate(unit, blocks, parts)
+        if block == blocks[-1]:
+            self._accumulate(unit, blocks, parts)
         self.timeline.end("local sums", block, begun)
         return dx
 

@@ -183,11 +183,30 @@ class Shift:
         return (dx,) if self.to_array else dx
 
 
+class Twice:
+    """A user's own block, which doubles its input; and the gradient of its output, in place."""
+
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        return ()
+
+    def children(self) -> dict[str, Any]:
+        return {}
+
+    def forward(self, params: Any, x: Any, run: Any = EVALUATE) -> Any:
+        return 2 * x, None
+
+    def backward(self, params: Any, cache: Any, dy: Any, grads: Any) -> Any:
+        dy *= 2
+        return dy
+
+
 @pytest.mark.parametrize("first", [1, 16])
 def test_a_block_may_return_views_of_its_gradients_also_in_trees(first: int) -> None:
+    """And the block that gets them may overwrite them."""
+
     def trained(comm: Any, strategy: str, copies: bool = False) -> str:
         shifts = {"a": Shift(False, copies), "b": Shift(True, copies)}
-        blocks = {"in": mz.nn.Linear(6, 7), **shifts, "out": mz.nn.Linear(7, 1)}
+        blocks = {"in": mz.nn.Linear(6, 7), "twice": Twice(), **shifts, "out": mz.nn.Linear(7, 1)}
         with sharded(strategy, comm, Chain(blocks), mz.SGD(lr=0.1), micro_batch=1) as model:
             for samples in (first, 16):
                 x, _ = points_of(samples)
