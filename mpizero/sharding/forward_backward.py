@@ -628,7 +628,7 @@ class CheckedMicroBatch:
         which the next block may overwrite.
         """
         begun = self.timeline.begin()
-        blocks = (block,) if self.batch.by_block else unit.blocks[::-1]
+        blocks = (block,) if self.batch.accumulates_blocks else unit.blocks[::-1]
         parts = self.batch.flat_gradients(unit, blocks)
         dx = apart(dx, parts)
         if block == blocks[-1]:
@@ -662,7 +662,7 @@ class CheckedMicroBatch:
                 if self._integers is not None and (unlike := self._integers.take(block, *self.batch.sample_range)):
                     self.scalars.fail_later(unlike)
         self._accumulated.update(blocks)
-        for block in blocks if self.batch.by_block else ():
+        for block in blocks if self.batch.accumulates_blocks else ():
             self.batch.accumulate(unit, block)
             if self._sentinels is not None and self.batch.in_scratch:
                 self._sentinels.write_sentinels({block: written[block]})  # the next block is written here, too

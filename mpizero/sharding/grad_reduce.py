@@ -80,11 +80,11 @@ class MicroBatch:
     in_scratch : bool
         Whether the views of all blocks are views of the same memory. Then only one block may be written at a time:
         :meth:`accumulate` is called for a block before the next one is written.
-    by_block : bool
+    accumulates_blocks : bool
         Whether :meth:`accumulate` does anything; it should then be called as soon as a block's gradients are complete.
     """
 
-    in_scratch = by_block = False
+    in_scratch = accumulates_blocks = False
 
     def __init__(self, grain: Grain | None = None, number: int = 0) -> None:
         self.grain, self.number = grain, number
@@ -177,7 +177,7 @@ class AllReduceMicroBatch(MicroBatch):
     training step, completes them.
     """
 
-    by_block = True
+    accumulates_blocks = True
 
     def __init__(self, buffer: AllReduceBuffer, grain: Grain, number: int, step: FoldStep, row: int | None) -> None:
         super().__init__(grain, number)

@@ -244,6 +244,8 @@ class PipelineRunner(Runner):
                 grads = checked.views(unit) if working and weights else {}
                 for block in reversed(unit.blocks) if working else ():
                     d = self._block_backward(kind, block, params[block], d, grads.get(block), flight)
+                    if kind == "backward" and checked.by_block:
+                        d = checked.accumulate(unit, block, d)
             if weights:
                 checked.reduce(unit)
         if kind in _BACKWARD_KINDS:

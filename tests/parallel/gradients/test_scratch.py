@@ -21,7 +21,7 @@ from mpizero.types import EVALUATE, Init, ParameterSpec
 from tests.parallel.covering import covering
 from tests.parallel.models import MEMORIES, STRATEGIES, gpt, hard_function, mlp, part, sharded, tokens, vectors
 from tests.parallel.models import points as points_of
-from tests.parallel.parallel_layouts import Blocks, Chain, with_traps
+from tests.parallel.parallel_layouts import Blocks, Case, Chain, Way, placed, with_traps
 
 #: Elements of the blocks of :func:`mlp`.
 BLOCKS = (6 * 7 + 7, 7 * 5 + 5, 5 * 3 + 3)
@@ -204,18 +204,30 @@ class Twice:
 def test_a_block_may_return_views_of_its_gradients_also_in_trees(first: int) -> None:
     """And the block that gets them may overwrite them."""
 
-    def trained(comm: Any, strategy: str, copies: bool = False) -> str:
+    def chain(copies: bool) -> Chain:
         shifts = {"a": Shift(False, copies), "b": Shift(True, copies)}
-        blocks = {"in": mz.nn.Linear(6, 7), "twice": Twice(), **shifts, "out": mz.nn.Linear(7, 1)}
-        with sharded(strategy, comm, Chain(blocks), mz.SGD(lr=0.1), micro_batch=1) as model:
+        return Chain({"in": mz.nn.Linear(6, 7), "twice": Twice(), **shifts, "out": mz.nn.Linear(7, 1)})
+
+    def trained(comm: Any, strategy: str, copies: bool = False) -> str:
+        with sharded(strategy, comm, chain(copies), mz.SGD(lr=0.1), micro_batch=1) as model:
             for samples in (first, 16):
                 x, _ = points_of(samples)
                 model.train(*part(comm, x, x[:, :1] ** 2))
             return str(model.parameters_sha256())
 
+    def piped(comm: Any, zero: int) -> str:
+        case = Case(lambda: chain(copies=False), lambda: mz.SGD(lr=0.1), config={"micro_batch": 1})
+        with placed(case, comm, Way(2, zero=zero)) as model:
+            for samples in (first, 16):
+                x, _ = points_of(samples)
+                model.train(*part(model.batch_group, x, x[:, :1] ** 2))
+            return str(model.parameters_sha256())
+
     expected = trained(None, "ddp", copies=True)
     assert trained(None, "ddp") == trained(None, "zero3") == expected
     assert set(run_in_threads(3, lambda comm: trained(comm, "zero1"))) == {expected}
+    for zero in range(4):
+        assert set(run_in_threads(2, lambda comm: piped(comm, zero))) == {expected}  # noqa: B023
 
 
 def test_a_gradient_that_is_not_finite_is_named_with_its_samples() -> None:
