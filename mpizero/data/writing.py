@@ -8,8 +8,9 @@ so that each of them has one range of successive elements to write, not one rang
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -27,12 +28,14 @@ from mpizero.checkpoint.atomic_folder import (
     store_directly,
     sync_folder,
 )
-from mpizero.checkpoint.format import LocalArray, build, check_path, check_paths, check_shape
+from mpizero.checkpoint.format import LocalArray, Skeleton, build, check_path, check_paths, check_shape
+from mpizero.comm.communicator import Communicator
 from mpizero.data.batches import ranks_of, slab_of
 from mpizero.data.source import Path, Slab
 from mpizero.errors import ConfigError, DataError
 from mpizero.layout.fields import Box
 from mpizero.layout.flat import Partition
+from mpizero.layout.mesh import Axes
 from mpizero.types import Array
 
 #: Bytes of an array that a rank exchanges and writes at a time, or those of one sample if they are more.
@@ -111,27 +114,11 @@ def write_fields(
     gathered = comm.allgather_object((target, captured.portable, given), "fields")
     target, prefix = gathered[0][0], f"{gathered[0][0]} was not written"
     raise_first([error for _, error, _ in gathered], prefix, captured.error)
-    at, parts = [mesh.axes.coordinates(rank) for rank in range(comm.size)], [part for _, _, part in gathered]
-    firsts = [next(rank for rank in range(comm.size) if at[rank].data == replica) for replica in range(mesh.axes.data)]
-    _compare(parts, [parts[firsts[place.data]] for place in at], prefix)
-    counts = {name: [parts[first][name][0] for first in firsts] for name in sorted(given)}
+    counts = _samples_of_replicas([part for _, _, part in gathered], mesh.axes, prefix)
     table = {name: ((sum(counts[name]), *given[name][1]), arrays[name].dtype) for name in counts}
-    group, here = mesh.grid.context_group if slab.cut else None, at[comm.rank]
-    with ExitStack() as stack:
-
-        def make() -> tuple[str, dict[str, int]]:
-            folder = create_locked_folder(target, overwrite, _check_target)
-            stack.callback(discard, folder)
-            skeleton = build(table, root_attributes=attributes or {})
-            fill_file(folder.state, skeleton)
-            return folder.state, skeleton.offsets
-
-        def publish() -> None:
-            _check_target(target, overwrite)
-            os.replace(state, target)
-            sync_folder(os.path.dirname(target))
-
-        state, offsets = on_root(comm, prefix, make)
+    group, here = mesh.grid.context_group if slab.cut else None, mesh.axes.coordinates(comm.rank)
+    layout = partial(build, table, root_attributes=attributes or {})
+    with _new_file(comm, target, layout, overwrite, prefix) as (state, offsets):
         for name, (whole, dtype) in table.items():
             size, before, box = prod(whole[1:]), sum(counts[name][: here.data]), slab.where(whole[1:])
             step = max(1, CHUNK * (slab.cut.size if slab.cut else 1) // max(1, size * dtype.itemsize))
@@ -141,6 +128,33 @@ def write_fields(
                     first, values = _successive(part, slab, extents, group) if box else (0, part.reshape(-1))
                     pieces.append(((before + start) * size + first, values))
                 store_directly(comm, state, [LocalArray(name, whole, dtype, tuple(pieces))], offsets, prefix)
+
+
+@contextmanager
+def _new_file(
+    comm: Communicator, target: str, layout: Callable[[], Skeleton], overwrite: bool, prefix: str
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Make a file without values beside ``target``; after the ``with`` statement, rename it to ``target``.
+
+    Collective. Yields the path of the file and, for each data set, the offset of its first byte. If an error is raised
+    in the statement, the file is removed, and what was at ``target`` stays.
+    """
+    with ExitStack() as stack:
+
+        def make() -> tuple[str, dict[str, int]]:
+            folder = create_locked_folder(target, overwrite, _check_target)
+            stack.callback(discard, folder)
+            skeleton = layout()
+            fill_file(folder.state, skeleton)
+            return folder.state, skeleton.offsets
+
+        def publish() -> None:
+            _check_target(target, overwrite)
+            os.replace(state, target)
+            sync_folder(os.path.dirname(target))
+
+        state, offsets = on_root(comm, prefix, make)
+        yield state, offsets
         on_root(comm, prefix, publish)
 
 
@@ -180,6 +194,17 @@ def _sample(array: Array, extents: tuple[int, ...]) -> tuple[int, ...]:
 
 def _extents(box: Box) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in box)
+
+
+def _samples_of_replicas(parts: Sequence[Mapping[str, Any]], axes: Axes, prefix: str) -> dict[str, list[int]]:
+    """Return each replica's number of samples, by name of the array, of what the ranks give, ``parts``.
+
+    Raise DataError if a rank gives other arrays than rank 0, or other samples than the first rank of its replica.
+    """
+    replicas = [axes.coordinates(rank).data for rank in range(len(parts))]
+    firsts = [parts[replicas.index(replica)] for replica in range(axes.data)]
+    _compare(parts, [firsts[replica] for replica in replicas], prefix)
+    return {name: [first[name][0] for first in firsts] for name in sorted(parts[0])}
 
 
 def _compare(parts: Sequence[Mapping[str, Any]], firsts: Sequence[Mapping[str, Any]], prefix: str) -> None:
