@@ -229,11 +229,7 @@ class ProcessGrid(NodeOrder):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other ranks through the grid's communicators, ``world`` included."""
-        return sum([c.counters.bytes_sent for c in self._counted])
-
-    @cached_property
-    def _counted(self) -> tuple[Communicator, ...]:
-        return (self.world, *self.communicators)
+        return sum(c.counters.bytes_sent for c in (self.world, *self.communicators))
 
     def describe(self) -> str:
         """Return a table, as text, of every rank's coordinates and the node that it runs on.

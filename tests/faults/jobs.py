@@ -46,7 +46,6 @@ class Ended:
     status: int
     out: str
     err: str
-    seconds: float  # until the last rank was gone
 
     @property
     def said(self):
@@ -86,7 +85,6 @@ def run_job(
     the launcher's process when all ranks have made the file ``ready-RANK``.
     """
     mpiexec, python = launcher
-    started = time.monotonic()
     with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
         process = subprocess.Popen(
             [*within, mpiexec, "-n", str(ranks), python, *map(str, command)],
@@ -106,14 +104,12 @@ def run_job(
                 meanwhile(process)
             status = process.wait(limit)
             wait_for(lambda: not any(map(alive, pids(folder))))
-            seconds = time.monotonic() - started
         finally:
             for pid in (process.pid, *pids(folder)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
-    print(f"{' '.join(map(str, command[1:]))}, {ranks} ranks: all gone after {seconds:.2f} s")  # shown by pytest -rP
-    return Ended(status, (folder / "out").read_text(), (folder / "err").read_text(), seconds)
+    return Ended(status, (folder / "out").read_text(), (folder / "err").read_text())
 
 
 def wait_for(condition):

@@ -12,5 +12,5 @@ KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
 def note_fault() -> None:
-    """Say when the fault happens, for ``scripts/failure_table.py``."""
+    """Say when the fault happens, for ``scripts/mistake_table.py --failures``."""
     (FOLDER / f"fault-{time.time()}").touch()

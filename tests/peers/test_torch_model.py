@@ -277,10 +277,8 @@ def take(seconds: float) -> float:
 
 
 def made_up_time() -> float:
-    """Return that time; of four calls, which measure a pass and its halves, the second adds 1 us to the pass."""
-    thread = vars(threading.current_thread())
-    thread["calls"] = thread.get("calls", 0) + 1
-    return take(1e-6 if thread["calls"] % 4 == 2 else 0.0)
+    """Return that time; every call takes 1 us of it."""
+    return take(1e-6)
 
 
 class Slow(torch.autograd.Function):
