@@ -49,7 +49,9 @@ class Recording:
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.workspaces = {} if workspaces is None else workspaces
         self._run = run
-        self._runs: list[tuple[int, int, Run]] = []  # the calls that a Run is passed to, its position, and the Run
+        self._runs: list[
+            tuple[int, int, Run, Run]
+        ] = []  # a call, the position of its Run, this Run, and that of the pass
 
     def __enter__(self) -> Recording:
         ACTIVE[get_ident()] = self
@@ -58,7 +60,18 @@ class Recording:
     def __exit__(self, *error: object) -> None:
         del ACTIVE[get_ident()]
         for index, (_, arguments) in enumerate(self.calls):
-            self._runs += [(index, position, run) for position, run in enumerate(arguments) if isinstance(run, Run)]
+            runs = [(position, run) for position, run in enumerate(arguments) if isinstance(run, Run)]
+            self._runs += [(index, position, run, self._run) for position, run in runs]
+
+    @classmethod
+    def joined(cls, recordings: Sequence[Recording]) -> Recording:
+        """Return a recording that repeats the calls of several recordings, one after the other."""
+        joined = cls()
+        for one in recordings:
+            first = len(joined.calls)
+            joined._runs += [(first + index, position, derived, run) for index, position, derived, run in one._runs]
+            joined.calls += one.calls
+        return joined
 
     def repeat(self, run: Run = EVALUATE) -> None:
         """Repeat all calls with the same arguments, the contents of whose arrays may have changed.
@@ -66,9 +79,9 @@ class Recording:
         Only arguments of type :class:`~mpizero.types.Run`, such as dropout's, are replaced: by those that the same
         calls get in a pass with ``run``.
         """
-        for index, position, recorded in self._runs:
+        for index, position, derived, recorded in self._runs:
             function, arguments = self.calls[index]
-            rebased = rebased_run(recorded, self._run, run)
+            rebased = rebased_run(derived, recorded, run)
             self.calls[index] = function, (*arguments[:position], rebased, *arguments[position + 1 :])
         for function, arguments in self.calls:
             function(*arguments)

@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from threading import get_ident
 from typing import Any
 
@@ -96,6 +97,7 @@ class RecordedBlocks(dict[str, Any]):
         self.owned: dict[int, Array] = {}
         self.workspaces: dict[str, Array] = {}
         self.thread = get_ident()
+        self._units: list[RecordedUnit] = []
         off = "" if recording_is_on() else "MPIZERO_REPLAY=0"
         self._reasons = {name: off or unrecordable(layer) for name, layer in blocks.items()}
         known = [not reason for reason in self._reasons.values()]
@@ -107,6 +109,18 @@ class RecordedBlocks(dict[str, Any]):
                 for (name, layer), here, before, after in neighbours
             }
         )
+
+    def of_unit(self, names: Sequence[str]) -> RecordedUnit:
+        """Return an object that repeats the recordings of successive blocks together."""
+        blocks = {name: self[name] for name in names}
+        known = all(isinstance(block, RecordedBlock) for block in blocks.values())
+        self._units.append(RecordedUnit(blocks if known else {}, self))
+        return self._units[-1]
+
+    def forget_units(self) -> None:
+        """Drop what was made of the recordings of several blocks, because those of one have been refused."""
+        for unit in self._units:
+            unit.passes.clear()
 
     def released(self, value: Any) -> Any:
         """Return ``value``, copied if it is an array that a recording owns and overwrites."""
@@ -171,7 +185,7 @@ class RecordedBlock:
             if free := self._free.get(key):
                 y, cache = (free.pop() if run.training else free[-1]).repeat(x, run)
                 self.status = "repeated" if run.training else self.status
-                return y.copy() if self._copies_output else y, cache
+                return self.finished(y), cache
             if self._may_record(form) and (recorded := self._record(key, params, x, run)) is not None:
                 return recorded
         if run.training:
@@ -193,7 +207,7 @@ class RecordedBlock:
         if recorded is None:
             return self.stands_for.backward_input(params, inner, dy)
         dx, pending = recorded.backward_input(params, dy)
-        return dx.copy() if self._copies_gradient and dx is not None else dx, pending
+        return self.finished_backward(dx), pending
 
     def backward_weights(self, params: Params, cache: Any, pending: Any, grads: Params) -> None:
         """Write the gradients of the parameters to ``grads``."""
@@ -229,11 +243,133 @@ class RecordedBlock:
         self.model.owned[id(y)] = y
         if not run.training:
             self._free.setdefault(key, []).append(recorded)
-        return y.copy() if self._copies_output else y, (recorded, inner)
+        return self.finished(y), (recorded, inner)
 
     def refuse(self, why: str) -> None:
         """Record nothing from now on, for the reason ``why``."""
         self.refused = why
+        self.model.forget_units()
+
+    def take(self, recorded: _Pass) -> None:
+        """Let no other pass use the memory of ``recorded`` until its backward pass has ended."""
+        if recorded in (free := self._free.get(recorded.key, [])):
+            free.remove(recorded)
+
+    def finished(self, y: Array) -> Array:
+        """Return the output ``y`` of a recorded pass, copied where code of the user gets it."""
+        return y.copy() if self._copies_output else y
+
+    def finished_backward(self, dx: Any) -> Any:
+        """Return the gradient of the input, copied where code of the user gets it."""
+        return dx.copy() if self._copies_gradient and dx is not None else dx
+
+
+class RecordedUnit:
+    """Repeat the recordings of a unit's blocks together, once each block has repeated its own.
+
+    A block hands its output to the next one in the same array in every step ([Note: whose memory]), and so it does with
+    the gradient of its input. So the calls of all blocks are one list. The recordings are those of the blocks, each of
+    which has been tried.
+
+    Parameters
+    ----------
+    blocks : dict of str to RecordedBlock
+        The blocks by name, in their order; none if one of the unit's blocks has no recordings.
+    model : RecordedBlocks
+        All blocks of the model.
+
+    Attributes
+    ----------
+    passes : dict
+        The forward passes of all blocks together, by form of the input, memory of the parameters, and input.
+    """
+
+    def __init__(self, blocks: Mapping[str, RecordedBlock], model: RecordedBlocks) -> None:
+        self.passes: dict[Any, UnitPass] = {}
+        self._blocks, self._model = blocks, model
+
+    def find(self, params: Params, x: Any, run: Run) -> UnitPass | None:
+        """Return the passes of all blocks for the input ``x``, if they can be repeated together."""
+        return self.passes.get(self._key(params, x, run)) if self.passes and type(x) is np.ndarray else None
+
+    def link(self, params: Params, x: Any, run: Run, caches: Mapping[str, Any]) -> None:
+        """Let the passes that the blocks have just made, which returned ``caches``, be repeated together from now on.
+
+        Nothing is done unless each of them is recorded and begins with the array that the one before ends with. ``x``
+        is the input of the first.
+        """
+        passes = {name: caches[name][0] for name in self._blocks}
+        recorded = bool(passes) and all(isinstance(one, _Pass) for one in passes.values())
+        if recorded and all(after.x is before.y for before, after in pairwise(passes.values())):
+            if len(self.passes) >= _MOST_PASSES:
+                self.passes.clear()
+            self.passes[self._key(params, x, run)] = UnitPass(params, passes, self._blocks)
+
+    def _key(self, params: Params, x: Array, run: Run) -> Any:
+        known = get_ident() == self._model.thread
+        form = x.shape, x.dtype.num, run.length, run.ranges, run.training
+        return known, form, id(params), id(x) if id(x) in self._model.owned else 0
+
+
+class UnitPass:
+    """Repeat the passes of a unit's blocks together, forward and backward, with the parameters ``params``."""
+
+    def __init__(self, params: Params, passes: dict[str, _Pass], blocks: Mapping[str, RecordedBlock]) -> None:
+        self._params, self._passes, self._blocks = params, passes, blocks
+        self._first, self._last = next(iter(passes)), next(reversed(passes))
+        self._calls = Recording.joined([one.calls for one in passes.values()])
+        self._owned = blocks[self._first].model.owned
+        self._backward: dict[tuple[int, int], tuple[Params, list[tuple[str, Array, Any, Recording]]]] = {}
+        self._run = EVALUATE
+
+    def forward(self, x: Array, run: Run) -> Array:
+        """Repeat the forward passes with the input ``x``; return the output of the last block."""
+        self._run = run
+        if x is not (own := self._passes[self._first].x):
+            np.copyto(own, x)
+        self._calls.repeat(run)
+        for block in self._blocks.values() if run.training else ():
+            block.status = "repeated"
+        return self._blocks[self._last].finished(self._passes[self._last].y)
+
+    def backward(self, d: Any, grads: Params) -> Iterator[tuple[str, Any]] | None:
+        """Return an iterator that repeats the backward passes, of the last block first; None if they are not recorded.
+
+        The iterator yields the name of each block, and the gradient of its input. ``d`` is the gradient of the output,
+        and ``grads`` are the views of all blocks that gradients are written to.
+        """
+        found = self._backward.get((id(d) if id(d) in self._owned else 0, id(grads)))
+        return None if found is None else self._repeat_backward(found[1], d)
+
+    def _repeat_backward(self, steps: list[tuple[str, Array, Any, Recording]], d: Array) -> Iterator[tuple[str, Any]]:
+        if d is not steps[0][1]:
+            np.copyto(steps[0][1], d)
+        for block, _, dx, calls in steps:
+            calls.repeat(self._run)
+            yield block, self._blocks[block].finished_backward(dx)
+
+    def separate(self) -> dict[str, Any]:
+        """Return the caches of the blocks' own passes, whose backward passes are then called block by block."""
+        for name, one in self._passes.items():
+            one.resume(self._run)
+            self._blocks[name].take(one)
+        return {name: (one, None) for name, one in self._passes.items()}
+
+    def link_backward(self, d: Any, grads: Params) -> None:
+        """Let the backward passes that the blocks have just made be repeated together from now on.
+
+        ``d`` and ``grads`` are those of :meth:`backward`.
+        """
+        key, steps = (id(d) if id(d) in self._owned else 0, id(grads)), []
+        for name in reversed(self._passes):
+            back = self._passes[name].recorded_backward(self._params[name], d)
+            if back is None or (weights := back.weights.get(id(grads[name]))) is None:
+                return
+            steps.append((name, back.dy, back.dx, Recording.joined([back.calls, weights[1]])))
+            d = back.dx
+        if len(self._backward) >= _MOST_PASSES:
+            self._backward.clear()
+        self._backward[key] = grads, steps
 
 
 @dataclass
@@ -259,13 +395,13 @@ class _Pass:
     ----------
     calls : Recording
         The recording of the forward pass.
-    y : Array
-        The output of the forward pass.
+    x, y : Array
+        The input and the output of the forward pass.
     """
 
     def __init__(self, block: RecordedBlock, key: Any, params: Params, x: Array, run: Run) -> None:
         self.key, self.calls = key, Recording(block.model.workspaces, run)
-        self._block, self._layer, self._params, self._x = block, block.stands_for, params, x
+        self._block, self._layer, self._params, self.x = block, block.stands_for, params, x
         self._recorded = self._run = run
         self._backward: dict[tuple[int, int], _Backward] = {}
         with self.calls:
@@ -279,10 +415,18 @@ class _Pass:
     def repeat(self, x: Array, run: Run) -> tuple[Array, Any]:
         """Repeat the recorded pass with the input ``x``; return its output, and the cache of the block's pass."""
         self._run = run
-        if x is not self._x:
-            np.copyto(self._x, x)
+        if x is not self.x:
+            np.copyto(self.x, x)
         self.calls.repeat(run)
         return self.y, (self, None)
+
+    def resume(self, run: Run) -> None:
+        """Note that the forward pass was repeated with the Run ``run``, together with those of other blocks."""
+        self._run = run
+
+    def recorded_backward(self, params: Params, dy: Any) -> _Backward | None:
+        """Return the recording of the backward pass with the gradient ``dy`` of the output, if there is one."""
+        return self._backward.get((id(params), id(dy) if id(dy) in self._block.model.owned else 0))
 
     def backward_input(self, params: Params, dy: Any) -> tuple[Any, Any]:
         """Return the gradient of the input, and a :class:`_Backward` if recorded, else the layer's second result."""
@@ -325,7 +469,7 @@ class _Pass:
 
         See [Note: proof of a recording] in mpizero/kernels/recording.py.
         """
-        x, before, run = self._x, self._x.copy(), self._run
+        x, before, run = self.x, self.x.copy(), self._run
         other = replace(run, step=run.step + 1, first_sample=run.first_sample + len(x))
         with self._trial([(x, before)]):
             x[...] = _trial_values(x)

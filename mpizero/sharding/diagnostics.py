@@ -551,7 +551,7 @@ def replay_bad_step(step: BadStep | str | os.PathLike[str], model: Model) -> lis
 class _Trace:
     """Run one micro-batch forward and backward, and record the statistics of every array."""
 
-    by_block = False
+    by_block = accumulates_blocks = False
 
     def __init__(self, model: Model, loss_scale: float) -> None:
         self.model, self.engine, self.loss_scale = model, model._engine, loss_scale

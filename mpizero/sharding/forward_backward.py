@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -38,23 +38,27 @@ from mpizero.errors import CollectiveError, DataError, LayoutError, PeerFailure,
 from mpizero.kernels import all_finite, to_host
 from mpizero.layout.flat import Unit, flat_names
 from mpizero.nn.layer import add_location, call_located
-from mpizero.nn.recorded import RecordedBlocks
+from mpizero.nn.recorded import RecordedBlocks, UnitPass
 from mpizero.sharding.batch import GlobalBatch, Grain, GrainScalars
 from mpizero.sharding.device import ComputeDevice
 from mpizero.sharding.grad_reduce import MicroBatch, apart
 from mpizero.sharding.integrity import FunctionGradients, WriteCheck
 from mpizero.sharding.params import ParameterProvider, ParameterStore
 from mpizero.sharding.partition import PartitionedModel
-from mpizero.types import EVALUATE, Array, BlackBoxModel, BlockModel, Run
+from mpizero.types import EVALUATE, Array, BlackBoxModel, BlockModel, Params, Run
 
 #: Called when a unit's gradients are complete.
 UnitDone = Callable[[Unit], None]
 
 
 class GradientTarget(Protocol):
-    """Receive the gradients that an evaluator computes; it calls :meth:`accumulate` only if ``by_block`` is true."""
+    """Receive the gradients that an evaluator computes; it calls :meth:`accumulate` only if ``by_block`` is true.
+
+    ``accumulates_blocks`` says whether :meth:`accumulate` must be called before gradients of another block are written.
+    """
 
     by_block: bool
+    accumulates_blocks: bool
 
     def views(self, unit: Unit) -> Mapping[str, Any]:
         """Return the views that a unit's gradients are written to."""
@@ -90,6 +94,7 @@ class BlockEvaluator:
         self.criterion = model.loss
         self.blocks = RecordedBlocks(model.blocks, model.loss)
         self.units = store.layout.units
+        self._recorded = {unit.index: self.blocks.of_unit(unit.blocks) for unit in self.units}
 
     def gradients(self, x: Any, y: Any, run: Run, gradients: GradientTarget) -> tuple[float, float]:
         """Compute a micro-batch's gradient of the sum of losses, and return the sum of losses and the weight.
@@ -107,22 +112,13 @@ class BlockEvaluator:
             Has the views that gradients are written to. Its method ``accumulate`` is called when the gradients of a
             block are complete, ``reduce`` when those of a unit are.
         """
-        caches: dict[str, Any] = {}
+        caches: dict[int, Any] = {}
         clock = self.store.timeline
         with _Passage(self.store, self.units, gradients.reduce, self._agreeable) as passed:
             run = self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
-                    for block in unit.blocks:
-                        self.store.wait(block)
-                        begun = clock.begin()
-                        try:
-                            x, caches[block] = self.blocks[block].forward(params[block], x, run)
-                        except Exception as error:
-                            add_location(error, "block", block, self.blocks[block].forward)
-                            raise
-                        clock.end("forward", block, begun)
-                        self.store.progress.poll()
+                    x, caches[unit.index] = self._forward(unit, params, x, run)
             with clock.span("forward", "loss"):
                 loss, weight, cache = self.criterion.forward(x, y)
                 loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
@@ -130,21 +126,66 @@ class BlockEvaluator:
                 d: Any = self.criterion.backward(cache, self.loss_scale())
             for unit in reversed(self.units):
                 with passed.unit(unit) as params:
-                    grads = gradients.views(unit)
-                    for block in reversed(unit.blocks):
-                        self.store.wait(block)
-                        begun = clock.begin()
-                        try:
-                            d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
-                        except Exception as error:
-                            add_location(error, "block", block, self.blocks[block].backward)
-                            raise
-                        clock.end("backward", block, begun)
-                        self.store.progress.poll()
-                        if gradients.by_block:
-                            d = gradients.accumulate(unit, block, d)
+                    d = self._backward(unit, params, caches.pop(unit.index), d, gradients)
                 passed.done(unit)
         return loss, weight
+
+    def _forward(self, unit: Unit, params: Params, x: Any, run: Run) -> tuple[Any, Any]:
+        """Return the output of a unit's last block, and what :meth:`_backward` needs: its recorded pass or its caches.
+
+        The blocks' recordings are repeated together where they can be.
+        """
+        recorded, clock, first = self._recorded[unit.index], self.store.timeline, x
+        if not clock.on and (passes := recorded.find(params, x, run)) is not None:
+            for block in unit.blocks:
+                self.store.wait(block)
+            with suppress(DataError):  # the block's own pass, below, raises it again, and it names the block
+                x = passes.forward(x, run)
+                self.store.progress.poll()
+                return x, passes
+        caches: dict[str, Any] = {}
+        for block in unit.blocks:
+            self.store.wait(block)
+            begun = clock.begin()
+            try:
+                x, caches[block] = self.blocks[block].forward(params[block], x, run)
+            except Exception as error:
+                add_location(error, "block", block, self.blocks[block].forward)
+                raise
+            clock.end("forward", block, begun)
+            self.store.progress.poll()
+        recorded.link(params, first, run, caches)
+        return x, caches
+
+    def _backward(self, unit: Unit, params: Params, passes: Any, d: Any, gradients: GradientTarget) -> Any:
+        """Write the gradients of a unit's blocks, and return the gradient of the first block's input.
+
+        ``passes`` is the second result of :meth:`_forward`, ``d`` the gradient of the last block's output.
+        """
+        grads, clock, last, caches = gradients.views(unit), self.store.timeline, d, passes
+        if isinstance(passes, UnitPass):
+            if not clock.on and (steps := passes.backward(d, grads)) is not None:
+                for block, d in steps:
+                    self.store.progress.poll()
+                    if gradients.accumulates_blocks:
+                        gradients.accumulate(unit, block, d)
+                return d
+            caches = passes.separate()
+        for block in reversed(unit.blocks):
+            self.store.wait(block)
+            begun = clock.begin()
+            try:
+                d = self.blocks[block].backward(params[block], caches.pop(block), d, grads[block])
+            except Exception as error:
+                add_location(error, "block", block, self.blocks[block].backward)
+                raise
+            clock.end("backward", block, begun)
+            self.store.progress.poll()
+            if gradients.by_block:
+                d = gradients.accumulate(unit, block, d)
+        if isinstance(passes, UnitPass):
+            passes.link_backward(last, grads)
+        return d
 
     def absent(self, batch: MicroBatch) -> None:
         """Join the gathers and reductions of a micro-batch that only other ranks have. Collective if sharded."""
@@ -599,12 +640,15 @@ class CheckedMicroBatch:
     by_block : bool
         Whether :meth:`accumulate` is called when the gradients of a block are complete; otherwise :meth:`reduce` checks
         and adds the gradients of all blocks of the unit.
+    accumulates_blocks : bool
+        Whether :meth:`accumulate` adds a block's gradients, and not only copies what shares memory with them.
     """
 
     def __init__(self, batch: MicroBatch, runner: Runner) -> None:
         self.batch, self.scalars = runner.compute_device.put_samples(batch), runner.scalars
         self.timeline, self.compute_device = runner.store.timeline, runner.compute_device
         self.by_block = runner.compute_device.tells_blocks
+        self.accumulates_blocks = self.by_block and self.batch.accumulates_blocks
         self._sentinels = runner.sentinels
         self._integers = self.scalars.integers if self.scalars.integers.specs else None
         self._written: dict[int, Any] = {}
