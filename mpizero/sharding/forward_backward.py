@@ -37,7 +37,7 @@ from mpizero.comm import ProcessGrid
 from mpizero.errors import CollectiveError, DataError, LayoutError, PeerFailure, UnsupportedError
 from mpizero.kernels import all_finite, to_host
 from mpizero.layout.flat import Unit, flat_names
-from mpizero.nn.layer import add_location, call_located
+from mpizero.nn.layer import add_location
 from mpizero.nn.recorded import RecordedBlocks, UnitPass
 from mpizero.sharding.batch import GlobalBatch, Grain, GrainScalars
 from mpizero.sharding.device import ComputeDevice
@@ -165,11 +165,12 @@ class BlockEvaluator:
         grads, clock, last, caches = gradients.views(unit), self.store.timeline, d, passes
         if isinstance(passes, UnitPass):
             if not clock.on and (steps := passes.backward(d, grads)) is not None:
-                for block, d in steps:
+                dx = None
+                for block, dx in steps:  # noqa: B007
                     self.store.progress.poll()
                     if gradients.accumulates_blocks:
-                        gradients.accumulate(unit, block, d)
-                return d
+                        gradients.accumulate(unit, block, None)  # dx is an array of a recording, apart from gradients
+                return dx
             caches = passes.separate()
         for block in reversed(unit.blocks):
             self.store.wait(block)
@@ -197,10 +198,8 @@ class BlockEvaluator:
             run = EVALUATE if x is None else self.run_on(x, run)
             for unit in self.units:
                 with passed.unit(unit) as params:
-                    for block in unit.blocks:
-                        if x is not None:
-                            x, _ = call_located("block", block, self.blocks[block].forward, params[block], x, run)
-                            self.store.progress.poll()
+                    if x is not None:
+                        x, _ = self._forward(unit, params, x, run)
         return self.blocks.released(x)
 
     def loss(self, x: Any, y: Any, run: Run) -> tuple[float, float, Any]:
@@ -651,6 +650,7 @@ class CheckedMicroBatch:
         self.accumulates_blocks = self.by_block and self.batch.accumulates_blocks
         self._sentinels = runner.sentinels
         self._integers = self.scalars.integers if self.scalars.integers.specs else None
+        self._only_sums = self._integers is None and self.scalars.watch is None and not self.scalars.averages
         self._written: dict[int, Any] = {}
         self._accumulated: set[str] = set()
 
@@ -672,7 +672,7 @@ class CheckedMicroBatch:
         which the next block may overwrite.
         """
         begun = self.timeline.begin()
-        blocks = (block,) if self.batch.accumulates_blocks else unit.blocks[::-1]
+        blocks = (block,) if self.accumulates_blocks else unit.blocks[::-1]
         parts = self.batch.flat_gradients(unit, blocks)
         dx = apart(dx, parts)
         if block == blocks[-1]:
@@ -686,19 +686,21 @@ class CheckedMicroBatch:
         Blocks that have been accumulated before are not checked again. Nothing is checked if :meth:`views` was not
         called for the unit, because a layer has raised before.
         """
-        with self.timeline.span("local sums", unit):
-            if written := self._written.get(unit.index):
-                self.compute_device.done(unit, written)
-                # The last block came first.
-                if blocks := [block for block in reversed(written) if block not in self._accumulated]:
-                    self._accumulate(unit, blocks, self.batch.flat_gradients(unit, blocks))
-                del self._written[unit.index]
-            self.batch.reduce(unit)
+        begun = self.timeline.begin()
+        if written := self._written.get(unit.index):
+            self.compute_device.done(unit, written)
+            # The last block came first.
+            if blocks := [block for block in reversed(written) if block not in self._accumulated]:
+                self._accumulate(unit, blocks, self.batch.flat_gradients(unit, blocks))
+            del self._written[unit.index]
+        self.batch.reduce(unit)
+        self.timeline.end("local sums", unit, begun)
 
     def _accumulate(self, unit: Unit, blocks: Sequence[str], parts: Sequence[Array]) -> None:
         """Check the gradients of ``blocks``, which ``parts`` holds, and add them to those of other micro-batches."""
         written = self._written[unit.index]
-        if (grain := self.batch.grain) is not None:
+        nothing_to_tell = self._only_sums and all(map(all_finite, parts))
+        if not nothing_to_tell and (grain := self.batch.grain) is not None:
             self._check(grain, {block: written[block] for block in blocks}, parts)
             for block in blocks:
                 if names := self.scalars.averages.get(block):

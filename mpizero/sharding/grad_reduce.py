@@ -190,6 +190,8 @@ class AllReduceMicroBatch(MicroBatch):
 
     def flat_gradients(self, unit: Unit, blocks: Sequence[str]) -> Sequence[Array]:
         """Return the arrays of the row (memory for one gradient) or scratch array that hold some blocks' gradients."""
+        if len(blocks) == 1:
+            return self._buffer.parts_of(self._row, unit, blocks[0])
         return [part for block in blocks for part in self._buffer.parts_of(self._row, unit, block)]
 
     def accumulate(self, unit: Unit, block: str) -> None:
@@ -318,6 +320,8 @@ class MicroBatchSum:
 
 #: The most sizes of batches whose plans a buffer keeps; a plan of a thousand grains takes a MiB.
 CACHED_PLANS = 16
+#: The most lists of sums of a unit and round that a buffer keeps.
+_MOST_SUMS = 4096
 
 
 class ReduceScatterBuffer:
@@ -369,8 +373,8 @@ class ReduceScatterBuffer:
             lambda count: round_plan(self.grid.leaves(count), self.grid.group_sizes)
         )
         self._views: dict[tuple[int, int], Any] = {}
-        #: Of each slot and unit, what this rank adds if nothing is exchanged.
-        self._pieces: dict[tuple[int, int], list[RowRange]] = {}
+        #: Of each slot, unit and round, the round, and the sums that this rank computes in it if nothing is exchanged.
+        self._sums: dict[tuple[int, int, int], tuple[Round, list[partial[None]]]] = {}
         self._next = self._root = 0
         self._queue = SegmentQueue(exchange)
         self._one = np.ones(1, self.dtype)
@@ -393,6 +397,7 @@ class ReduceScatterBuffer:
             self.memory.release("gradients", self.stack)
             with all_ranks(self.grid.data, "gradients"):
                 self.stack = self.memory.private("gradients", (plan.rows, self.shard.gradient_size), self.dtype)
+            self._sums.clear()
         micro_batches: list[MicroBatch] = []
         for this_round in plan.rounds:
             index = this_round.grains[self.grid.order_index]
@@ -473,14 +478,12 @@ class ReduceScatterBuffer:
         """
         self._queue.begin()
         self.memory.barrier("unit gradients")
-        merge = partial(self._merge, unit, this_round)
         if self.exchange.comm.size > 1:
+            merge = partial(self._merge, unit, this_round)
             self._queue.add(self.exchange.segments(self._to_sum(unit, this_round)), merge)
         else:
-            key = self._next, unit.index
-            if key not in self._pieces:
-                self._pieces[key] = [*self.exchange.pieces(self._to_sum(unit, this_round))]
-            merge(self._pieces[key])
+            for one in self._local_sums(unit, this_round):
+                one()
         if len(self.slots) == 1:
             self._queue.begin()
         self._next = (self._next + 1) % len(self.slots)
@@ -496,15 +499,32 @@ class ReduceScatterBuffer:
         rows, programs = self.slots[self._next], this_round.group_programs
         return RowsToSum(rows, ranges, programs, "unit gradients", residuals, exact)
 
+    def _local_sums(self, unit: Unit, this_round: Round) -> list[partial[None]]:
+        """Return the sums of a unit that this rank computes in a round, where it exchanges nothing with other ranks."""
+        key = self._next, unit.index, id(this_round)
+        known, sums = self._sums.get(key, (None, []))
+        if known is not this_round:  # the plan of another number of grains, which is gone, had a round of this id
+            if len(self._sums) >= _MOST_SUMS:
+                self._sums.clear()
+            sums = [*self._merges(unit, this_round, self.exchange.pieces(self._to_sum(unit, this_round)))]
+            self._sums[key] = this_round, sums
+        return sums
+
     def _merge(self, unit: Unit, this_round: Round, pieces: Iterable[RowRange]) -> None:
         """Add the rows of ``pieces`` to the stack of partial sums."""
+        for one in self._merges(unit, this_round, pieces):
+            one()
+
+    def _merges(self, unit: Unit, this_round: Round, pieces: Iterable[RowRange]) -> Iterator[partial[None]]:
+        """Yield the sums that add the rows of ``pieces`` to the stack of partial sums, in their order."""
         tree_sum, base = kernels.backend(self.stack).update.tree_sum, self.shard.gradient_offsets[unit.index]
         programs = [(level, self.exchange.both_programs(program)) for level, program in this_round.merges]
         for piece in pieces:
             rows, at = piece.rows[: this_round.arrivals], base + piece.position
             for level, both in programs:
                 out = self.stack[level, at : at + piece.size]
-                tree_sum(rows, piece.first, self.stack, at, both[piece.rounded], self._one, out, 0, piece.size)
+                first, program = piece.first, both[piece.rounded]
+                yield partial(tree_sum, rows, first, self.stack, at, program, self._one, out, 0, piece.size)
 
 
 class AllReduceBuffer:
@@ -667,17 +687,23 @@ class AllReduceBuffer:
         """
         later = number > 0 and self._scratch_use is not None
         added = self.parts_of(None, unit, block) if later else ()
+        rounded, apart = self.exchange.rounded, self.grain_sum.size > 0
         for index, (start, part, totals) in enumerate(self._sums_of(step, unit, block)):
             if later:
                 part += added[index]
-            self.grain_sum.add(part, start, number)
-            if last:
+            if apart:
+                self.grain_sum.add(part, start, number)
+            if not last:
+                continue
+            if apart:
                 self.grain_sum.finish(part, start)
+            if rounded:
                 self.exchange.round_gradients(part, start)
-                for total in totals:
-                    total += part
+            for total in totals:
+                total += part
+                if rounded:
                     self.exchange.round_gradients(total, start)
-                    part = total
+                part = total
 
     def _sums_of(self, step: FoldStep, unit: Unit, block: str) -> list[tuple[int, Array, list[Array]]]:
         """Return, for each range of a block's gradients, where it starts in a row, and views of it in several rows.

@@ -226,6 +226,40 @@ def test_an_error_that_only_a_trial_raises_is_not_the_users(monkeypatch, where):
     assert how["first"] == how["out"] == "repeated"
 
 
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "zero3"), (2, "ddp"), (2, "zero1"), (2, "zero3")])
+def test_the_blocks_of_a_unit_are_repeated_as_one(ranks, strategy):
+    def task(comm):
+        called = []
+        with (
+            mz.Mesh(comm) as mesh,
+            mz.distribute(mlp(), mz.SGD(lr=0.1), strategy, mesh=mesh, config=mz.Config(micro_batch=2)) as model,
+        ):
+            part = slice(8 * mesh.comm.rank // ranks, 8 * (mesh.comm.rank + 1) // ranks)
+            for step, (x, y) in enumerate(zip(*NUMBERS[..., part, :], strict=True)):
+                if step == 7:
+                    for block in model._engine.runner.blocks.values():
+                        block.forward = block.backward = lambda *arguments: called.append(arguments)
+                model.train(x, y)
+                model.evaluate(x, y)
+            assert set(model.metadata().recordings.values()) == {"repeated"}
+        return called
+
+    assert run_in_threads(ranks, task) == [[]] * ranks
+
+
+def test_blocks_are_called_again_when_one_of_their_recordings_is_refused(monkeypatch):
+    monkeypatch.setattr(recorded, "KNOWN", recorded.KNOWN | {Positive})
+    layers = {"positive": Positive(), "out": mz.nn.Linear(3, 3)}
+    # What a trial makes up of the long batches is positive, but not of the short ones.
+    data = [
+        [array[: 4 if step == 6 else 8] + (0 if step in (5, 6) else 8) for step, array in enumerate(part)]
+        for part in abs(NUMBERS)
+    ]
+    data = [[array for array in part for _ in range(4)] for part in data]
+    how = both(monkeypatch, lambda c: train(c, Chain(layers), data, micro_batch=8))[0][2]
+    assert how["positive"] == "called: a trial of Positive raises ValueError"
+
+
 def test_frozen_layers_are_repeated(monkeypatch):
     def frozen(*names):
         net = mz.nn.freeze(mlp(), names)
