@@ -49,9 +49,8 @@ class Recording:
         self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.workspaces = {} if workspaces is None else workspaces
         self._run = run
-        self._runs: list[
-            tuple[int, int, Run, Run]
-        ] = []  # a call, the position of its Run, this Run, and that of the pass
+        #: Of each call that gets a Run: its index, the position of the Run, this Run, and that of the whole pass.
+        self._runs: list[tuple[int, int, Run, Run]] = []
 
     def __enter__(self) -> Recording:
         ACTIVE[get_ident()] = self

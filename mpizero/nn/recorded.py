@@ -351,7 +351,7 @@ class UnitPass:
     def separate(self) -> dict[str, Any]:
         """Return the caches of the blocks' own passes, whose backward passes are then called block by block."""
         for name, one in self._passes.items():
-            one.resume(self._run)
+            one.run = self._run
             self._blocks[name].take(one)
         return {name: (one, None) for name, one in self._passes.items()}
 
@@ -397,12 +397,14 @@ class _Pass:
         The recording of the forward pass.
     x, y : Array
         The input and the output of the forward pass.
+    run : Run
+        What the last pass got besides its input.
     """
 
     def __init__(self, block: RecordedBlock, key: Any, params: Params, x: Array, run: Run) -> None:
         self.key, self.calls = key, Recording(block.model.workspaces, run)
         self._block, self._layer, self._params, self.x = block, block.stands_for, params, x
-        self._recorded = self._run = run
+        self._recorded = self.run = run
         self._backward: dict[tuple[int, int], _Backward] = {}
         with self.calls:
             self.y, self._cache = self._layer.forward(params, x, run)
@@ -410,19 +412,15 @@ class _Pass:
     @property
     def cache(self) -> Any:
         """The cache of the last pass."""
-        return self._cache if self._run is self._recorded else _rebased(self._cache, self._recorded, self._run)
+        return self._cache if self.run is self._recorded else _rebased(self._cache, self._recorded, self.run)
 
     def repeat(self, x: Array, run: Run) -> tuple[Array, Any]:
         """Repeat the recorded pass with the input ``x``; return its output, and the cache of the block's pass."""
-        self._run = run
+        self.run = run
         if x is not self.x:
             np.copyto(self.x, x)
         self.calls.repeat(run)
         return self.y, (self, None)
-
-    def resume(self, run: Run) -> None:
-        """Note that the forward pass was repeated with the Run ``run``, together with those of other blocks."""
-        self._run = run
 
     def recorded_backward(self, params: Params, dy: Any) -> _Backward | None:
         """Return the recording of the backward pass with the gradient ``dy`` of the output, if there is one."""
@@ -435,11 +433,11 @@ class _Pass:
         if (back := self._backward.get(key)) is not None:
             if dy is not back.dy:
                 np.copyto(back.dy, dy)
-            back.calls.repeat(self._run)
+            back.calls.repeat(self.run)
             return back.dx, back
         if type(dy) is not np.ndarray or len(self._backward) >= _MOST_PASSES:
             return self._layer.backward_input(params, self.cache, dy)
-        dy, calls = dy if key[1] else dy.copy(), Recording(self._block.model.workspaces, self._run)
+        dy, calls = dy if key[1] else dy.copy(), Recording(self._block.model.workspaces, self.run)
         with calls:
             dx, pending = self._layer.backward_input(params, self.cache, dy)
         back = self._backward[key] = _Backward(params, dy, dx, pending, calls, {})
@@ -455,9 +453,9 @@ class _Pass:
         elif params is not pending.params:
             self._layer.backward_weights(params, self.cache, pending.pending, grads)
         elif (target := pending.weights.get(id(grads))) is not None:
-            target[1].repeat(self._run)
+            target[1].repeat(self.run)
         else:
-            with (calls := Recording(self._block.model.workspaces, self._run)):
+            with (calls := Recording(self._block.model.workspaces, self.run)):
                 self._layer.backward_weights(params, self.cache, pending.pending, grads)
             if len(pending.weights) < _MOST_PASSES:
                 pending.weights[id(grads)] = grads, calls
@@ -469,7 +467,7 @@ class _Pass:
 
         See [Note: proof of a recording] in mpizero/kernels/recording.py.
         """
-        x, before, run = self.x, self.x.copy(), self._run
+        x, before, run = self.x, self.x.copy(), self.run
         other = replace(run, step=run.step + 1, first_sample=run.first_sample + len(x))
         with self._trial([(x, before)]):
             x[...] = _trial_values(x)
@@ -492,14 +490,14 @@ class _Pass:
             expected = [view.copy() for view in views.values()]
             for array in (*views.values(), *([] if dx is None else [back.dx])):
                 array.fill(np.nan)
-            back.calls.repeat(self._run)
-            calls.repeat(self._run)
+            back.calls.repeat(self.run)
+            calls.repeat(self.run)
             if dx is not None:
                 self._compare([("the gradient of the input", dx, back.dx)])
             pairs = zip(views.items(), expected, strict=True)
             self._compare([(f"the gradient of {name}", array, view) for (name, view), array in pairs])
         if not self._block.refused:
-            back.calls.repeat(self._run)  # the gradient of the input is still needed
+            back.calls.repeat(self.run)  # the gradient of the input is still needed
         elif (dx := self._layer.backward(back.params, self.cache, back.dy, grads)) is not None:
             back.dx[...] = dx
 
