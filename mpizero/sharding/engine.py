@@ -67,7 +67,7 @@ class Engine(PlacedModel):
         self.step_number, self.step_arguments = 0, DEFAULT_ARGUMENTS
         self._uses_average = self._warned_average = self._begun = False
         self._agreed_rule: GrainRule | None = None
-        self._grain_notices = GrainNotices(self.grid.axes.data)
+        self._grain_notices = GrainNotices(self.grid.axes.data, self.grid.pipeline.size)
 
     # ------------------------------------------------------------------ one step
 
@@ -82,7 +82,7 @@ class Engine(PlacedModel):
         batch, totals = self._compute(x, y, self.reducer, summed=True)
         report = self._finish(totals, sent, lambda: self._update(totals))
         if self.prints_notices:
-            self._grain_notices.after_step(self.grain_rule, batch.samples, self.model)
+            self._grain_notices.after_step(self.grain_rule, batch.samples, self.model, self.step_number)
         return report
 
     def _compute(self, x: Any, y: Any, reducer: GradientReducer, *, summed: bool) -> tuple[GlobalBatch, Totals]:

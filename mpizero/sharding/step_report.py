@@ -2,7 +2,7 @@
 
 :class:`StepReport` describes a step, :class:`NonFinite` a value for which it was skipped. :class:`SkippedSteps` treats
 skipped steps as the user's :class:`BadSteps` says. :class:`GrainNotices` prints how the batches of a PyTorch or JAX
-model, where each grain has a fixed cost, are cut into grains, and which size would be faster.
+model, where each grain has a fixed cost, are cut into grains, and which size would be faster, also for small models.
 """
 
 from __future__ import annotations
@@ -249,17 +249,24 @@ _MOST_STEPS = 20
 
 
 class GrainNotices:
-    """Print notices about grains in the first steps of a PyTorch or JAX model: their size, and a faster size.
+    """Print notices about grains in the first steps: of a PyTorch or JAX model their size, and a faster size.
 
-    ``ranks`` is the number of ranks that share a global batch.
+    ``ranks`` is the number of ranks that share a global batch, ``stages`` that of the stages of a pipeline.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks, self._steps, self._advised = ranks, 0, False
+    def __init__(self, ranks: int, stages: int = 1) -> None:
+        self._ranks, self._stages, self._steps, self._advised = ranks, stages, 0, False
 
-    def after_step(self, rule: GrainRule, samples: int, model: Any) -> None:
-        """Print the notices that are due after a step on a global batch of ``samples`` samples. Not collective."""
+    def after_step(self, rule: GrainRule, samples: int, model: Any, step: int) -> None:
+        """Print the notices that are due after step number ``step``, on a global batch of ``samples`` samples.
+
+        Not collective.
+        """
         self._steps += 1
+        # A training that goes on from a checkpoint keeps its grains, and micro-batches fill a pipeline.
+        may_change = step == self._steps == _MOST_STEPS and self._stages == 1
+        if may_change and (text := larger_grains(rule, samples, self._ranks)):
+            notice(text)
         if self._steps == 1:
             if rule.coarse:
                 notice(described_grains(rule, samples, type(model).__name__))
@@ -282,6 +289,30 @@ def described_grains(rule: GrainRule, samples: int, model: str) -> str:
     return (
         f"{samples} samples a step in {grains.described(rule.accumulate)} (by default, from the operations of the "
         f"{model}; micro_batch sets it): work for at most {_ranks(grains.count)}"
+    )
+
+
+#: A notice advises larger grains of a small model if they have less than this fraction of the samples of fast products.
+_SMALL = 1 / 8
+
+
+def larger_grains(rule: GrainRule, samples: int, ranks: int) -> str | None:
+    """Return a line that advises larger grains, of a model so small that its calls take longer than their arithmetic.
+
+    Return None if the user has chosen ``micro_batch``, or a default grain has an eighth or more of the samples with
+    which the model's products are fast, or is at least half as large as can be with ``ranks`` ranks.
+    """
+    now, enough = rule.micro_size(samples), rule.efficient
+    if rule.coarse or rule.micro_batch is not None or enough is None or now >= _SMALL * enough:
+        return None
+    best = min(enough, -(-samples // (ranks * rule.accumulate)))
+    if best < 2 * now:
+        return None
+    count = Grains(samples, best * rule.accumulate).count
+    return (
+        f"{samples} samples a step in {rule.grains(samples).described(rule.accumulate)} (by default): in a model as "
+        f"small as this, calls take longer than arithmetic; with micro_batch={best} a step calls less on "
+        f"{_ranks(ranks)}; a batch is work for at most {_ranks(count)} then, with other (equally good) bits"
     )
 
 

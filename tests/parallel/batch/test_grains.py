@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import mpizero as mz
 from mpizero.adapters import user_code
 from mpizero.adapters.user_code import EfficientSamples, PassTimes, PassWork
 from mpizero.layout.batch import GrainRule
-from mpizero.sharding.step_report import described_grains, faster_grain
+from mpizero.sharding.step_report import described_grains, faster_grain, larger_grains
 from mpizero.testing import run_in_threads
 from tests.parallel.covering import covering
 from tests.parallel.models import (
@@ -77,6 +79,51 @@ def test_a_start_names_its_grains_and_a_clock_that_makes_no_sense_says_nothing()
     assert line.endswith("work for at most 4 ranks")
     for times in ((1.0, 1.1), (8.0, 0.5)):
         assert faster_grain(GrainRule(None, 1, 8, coarse=True), 32, 1, 8, *times) is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "ranks", "expected"),
+    [
+        (
+            GrainRule(None, 1, 1237),
+            1,
+            "256 samples a step in 16 grains of 16 (by default).*micro_batch=256 .* at most 1 rank ",
+        ),
+        (GrainRule(None, 2, 1237), 4, "16 grains of 16, each of 2 micro-batches .*micro_batch=32 .* at most 4 ranks "),
+        (GrainRule(None, 1, 200), 1, "micro_batch=200 .* at most 2 ranks "),
+        (GrainRule(None, 1, 1237), 9, None),  # a rank has two grains at most
+        (GrainRule(None, 1, 128), 1, None),
+        (GrainRule(16, 1, 1237), 1, None),
+        (GrainRule(None, 1, None), 1, None),
+        (GrainRule(None, 1, 1237, coarse=True), 1, None),
+    ],
+)
+def test_larger_grains_are_advised_where_a_model_is_small(rule: GrainRule, ranks: int, expected: str | None) -> None:
+    line = larger_grains(rule, 256, ranks)
+    assert (line is None) == (expected is None)
+    assert line is None or re.search(expected.replace("(", r"\(").replace(")", r"\)"), line)
+
+
+def test_it_is_advised_once_in_a_training_that_begins(tmp_path: Path, capfd: Any) -> None:
+    def advised(comm: Any = None, steps: int = 25, folder: Path | None = None, **settings: Any) -> int:
+        net, x = mz.nn.MLP(3, [16], 1, task="regression"), np.ones((64, 3), "f4")
+        with (
+            mz.Mesh("self" if comm is None else comm, **settings) as mesh,
+            mz.distribute(net, mz.SGD(lr=0.1), mesh=mesh) as model,
+        ):
+            if folder is not None and folder.exists():
+                model.load_model(folder)
+            for _ in range(steps):
+                model.train(*part(model.batch_group, x, x[:, :1]))
+            if folder is not None and not folder.exists():
+                model.save_model(folder)
+        return capfd.readouterr().err.count("samples a step in 16 grains of 4")
+
+    assert advised() == 1
+    assert advised(steps=19, folder=tmp_path / "begun") == 0
+    assert advised(folder=tmp_path / "begun") == 0
+    run_in_threads(2, lambda comm: advised(comm, pipeline=2))
+    assert "grains of" not in capfd.readouterr().err
 
 
 def test_times_are_known_when_every_block_was_timed_with_and_without_the_other_samples(
