@@ -110,6 +110,17 @@ class RecordedBlocks(dict[str, Any]):
             }
         )
 
+    def __setitem__(self, name: str, block: Any) -> None:
+        """Replace a block, by one that observes it, for example."""
+        super().__setitem__(name, block)
+        self.forget_units()
+
+    def key(self, params: Params, array: Any) -> Any:
+        """Return what a backward pass with these parameters, and ``array`` as gradient of the output, is found by."""
+        if id(array) in self.owned:
+            return id(params), id(array)
+        return id(params), (array.shape, array.dtype.num) if type(array) is np.ndarray else None
+
     def of_unit(self, names: Sequence[str]) -> RecordedUnit:
         """Return an object that repeats the recordings of successive blocks together."""
         blocks = {name: self[name] for name in names}
@@ -118,7 +129,7 @@ class RecordedBlocks(dict[str, Any]):
         return self._units[-1]
 
     def forget_units(self) -> None:
-        """Drop what was made of the recordings of several blocks, because those of one have been refused."""
+        """Drop what was made of the recordings of several blocks, because one was replaced, or refuses recordings."""
         for unit in self._units:
             unit.passes.clear()
 
@@ -183,7 +194,9 @@ class RecordedBlock:
             form = (x.shape, x.dtype.num, run.length, run.ranges, run.training)
             key = (form, id(params), id(x) if id(x) in self.model.owned else 0)
             if free := self._free.get(key):
-                y, cache = (free.pop() if run.training else free[-1]).repeat(x, run)
+                y, cache = free[-1].repeat(x, run)
+                if run.training:
+                    free.pop()
                 self.status = "repeated" if run.training else self.status
                 return self.finished(y), cache
             if self._may_record(form) and (recorded := self._record(key, params, x, run)) is not None:
@@ -295,15 +308,17 @@ class RecordedUnit:
     def link(self, params: Params, x: Any, run: Run, caches: Mapping[str, Any]) -> None:
         """Let the passes that the blocks have just made, which returned ``caches``, be repeated together from now on.
 
-        Nothing is done unless each of them is recorded and begins with the array that the one before ends with. ``x``
+        Nothing is done unless each of them was repeated and begins with the array that the one before ends with. ``x``
         is the input of the first.
         """
+        if not self._blocks or any(self._model[name] is not block for name, block in self._blocks.items()):
+            return
         passes = {name: caches[name][0] for name in self._blocks}
-        recorded = bool(passes) and all(isinstance(one, _Pass) for one in passes.values())
-        if recorded and all(after.x is before.y for before, after in pairwise(passes.values())):
+        repeated = all(isinstance(one, _Pass) and one.repeated for one in passes.values())
+        if repeated and all(after.x is before.y for before, after in pairwise(passes.values())):
             if len(self.passes) >= _MOST_PASSES:
                 self.passes.clear()
-            self.passes[self._key(params, x, run)] = UnitPass(params, passes, self._blocks)
+            self.passes[self._key(params, x, run)] = UnitPass(params, passes, self._blocks, self._model)
 
     def _key(self, params: Params, x: Array, run: Run) -> Any:
         known = get_ident() == self._model.thread
@@ -312,39 +327,53 @@ class RecordedUnit:
 
 
 class UnitPass:
-    """Repeat the passes of a unit's blocks together, forward and backward, with the parameters ``params``."""
+    """Repeat the passes of a unit's blocks together, forward and backward.
 
-    def __init__(self, params: Params, passes: dict[str, _Pass], blocks: Mapping[str, RecordedBlock]) -> None:
-        self._params, self._passes, self._blocks = params, passes, blocks
+    ``params`` are the parameters of the forward pass. The parameters of a sharded model may lie elsewhere in the
+    backward pass.
+    """
+
+    def __init__(
+        self, params: Params, passes: dict[str, _Pass], blocks: Mapping[str, RecordedBlock], model: RecordedBlocks
+    ) -> None:
+        self._params, self._passes, self._blocks, self._model = params, passes, blocks, model
         self._first, self._last = next(iter(passes)), next(reversed(passes))
         self._calls = Recording.joined([one.calls for one in passes.values()])
-        self._owned = blocks[self._first].model.owned
-        self._backward: dict[tuple[int, int], tuple[Params, list[tuple[str, Array, Any, Recording]]]] = {}
+        self._backward: dict[Any, _UnitBackward] = {}
         self._run = EVALUATE
 
-    def forward(self, x: Array, run: Run) -> Array:
-        """Repeat the forward passes with the input ``x``; return the output of the last block."""
+    def forward(self, x: Array, run: Run) -> Array | None:
+        """Repeat the forward passes with the input ``x``, and return the output of the last block.
+
+        Return None if a block raises an error, which its own pass then raises again; only errors of communication are
+        raised here.
+        """
         self._run = run
         if x is not (own := self._passes[self._first].x):
             np.copyto(own, x)
-        self._calls.repeat(run)
+        try:
+            self._calls.repeat(run)
+        except (CollectiveError, PeerFailure):
+            raise
+        except Exception:
+            return None
         for block in self._blocks.values() if run.training else ():
             block.status = "repeated"
         return self._blocks[self._last].finished(self._passes[self._last].y)
 
-    def backward(self, d: Any, grads: Params) -> Iterator[tuple[str, Any]] | None:
+    def backward(self, params: Params, d: Any, grads: Params) -> Iterator[tuple[str, Any]] | None:
         """Return an iterator that repeats the backward passes, of the last block first; None if they are not recorded.
 
         The iterator yields the name of each block, and the gradient of its input. ``d`` is the gradient of the output,
-        and ``grads`` are the views of all blocks that gradients are written to.
+        ``params`` and ``grads`` are the parameters of all blocks and the views that their gradients are written to.
         """
-        found = self._backward.get((id(d) if id(d) in self._owned else 0, id(grads)))
-        return None if found is None else self._repeat_backward(found[1], d)
+        found = self._backward.get((self._model.key(params, d), id(grads)))
+        return None if found is None else self._repeat_backward(found, d)
 
-    def _repeat_backward(self, steps: list[tuple[str, Array, Any, Recording]], d: Array) -> Iterator[tuple[str, Any]]:
-        if d is not steps[0][1]:
-            np.copyto(steps[0][1], d)
-        for block, _, dx, calls in steps:
+    def _repeat_backward(self, found: _UnitBackward, d: Array) -> Iterator[tuple[str, Any]]:
+        if d is not found.dy:
+            np.copyto(found.dy, d)
+        for block, dx, calls in found.steps:
             calls.repeat(self._run)
             yield block, self._blocks[block].finished_backward(dx)
 
@@ -355,21 +384,36 @@ class UnitPass:
             self._blocks[name].take(one)
         return {name: (one, None) for name, one in self._passes.items()}
 
-    def link_backward(self, d: Any, grads: Params) -> None:
+    def link_backward(self, params: Params, d: Any, grads: Params) -> None:
         """Let the backward passes that the blocks have just made be repeated together from now on.
 
-        ``d`` and ``grads`` are those of :meth:`backward`.
+        The arguments are those of :meth:`backward`.
         """
-        key, steps = (id(d) if id(d) in self._owned else 0, id(grads)), []
+        key, dy, steps = (self._model.key(params, d), id(grads)), None, []
         for name in reversed(self._passes):
-            back = self._passes[name].recorded_backward(self._params[name], d)
+            back = self._passes[name].recorded_backward(params[name], d)
             if back is None or (weights := back.weights.get(id(grads[name]))) is None:
                 return
-            steps.append((name, back.dy, back.dx, Recording.joined([back.calls, weights[1]])))
-            d = back.dx
+            steps.append((name, back.dx, Recording.joined([back.calls, weights[1]])))
+            dy, d = back.dy if dy is None else dy, back.dx
         if len(self._backward) >= _MOST_PASSES:
             self._backward.clear()
-        self._backward[key] = grads, steps
+        if dy is not None:
+            self._backward[key] = _UnitBackward(params, grads, dy, steps)
+
+
+@dataclass
+class _UnitBackward:
+    """Hold the recordings of the backward passes of a unit's blocks.
+
+    ``dy`` is the gradient of the last block's output. ``steps`` has for each block, the last one first, its name, the
+    gradient of its input, and the recording.
+    """
+
+    params: Params
+    grads: Params
+    dy: Array
+    steps: list[tuple[str, Any, Recording]]
 
 
 @dataclass
@@ -399,13 +443,16 @@ class _Pass:
         The input and the output of the forward pass.
     run : Run
         What the last pass got besides its input.
+    repeated : bool
+        Whether the forward pass was repeated at least once.
     """
 
     def __init__(self, block: RecordedBlock, key: Any, params: Params, x: Array, run: Run) -> None:
         self.key, self.calls = key, Recording(block.model.workspaces, run)
         self._block, self._layer, self._params, self.x = block, block.stands_for, params, x
         self._recorded = self.run = run
-        self._backward: dict[tuple[int, int], _Backward] = {}
+        self.repeated = False
+        self._backward: dict[Any, _Backward] = {}
         with self.calls:
             self.y, self._cache = self._layer.forward(params, x, run)
 
@@ -420,24 +467,25 @@ class _Pass:
         if x is not self.x:
             np.copyto(self.x, x)
         self.calls.repeat(run)
+        self.repeated = True
         return self.y, (self, None)
 
     def recorded_backward(self, params: Params, dy: Any) -> _Backward | None:
         """Return the recording of the backward pass with the gradient ``dy`` of the output, if there is one."""
-        return self._backward.get((id(params), id(dy) if id(dy) in self._block.model.owned else 0))
+        return self._backward.get(self._block.model.key(params, dy))
 
     def backward_input(self, params: Params, dy: Any) -> tuple[Any, Any]:
         """Return the gradient of the input, and a :class:`_Backward` if recorded, else the layer's second result."""
         owned = self._block.model.owned
-        key = id(params), id(dy) if id(dy) in owned else 0
-        if (back := self._backward.get(key)) is not None:
+        if (back := self.recorded_backward(params, dy)) is not None:
             if dy is not back.dy:
                 np.copyto(back.dy, dy)
             back.calls.repeat(self.run)
             return back.dx, back
         if type(dy) is not np.ndarray or len(self._backward) >= _MOST_PASSES:
             return self._layer.backward_input(params, self.cache, dy)
-        dy, calls = dy if key[1] else dy.copy(), Recording(self._block.model.workspaces, self.run)
+        key = self._block.model.key(params, dy)
+        dy, calls = dy if id(dy) in owned else dy.copy(), Recording(self._block.model.workspaces, self.run)
         with calls:
             dx, pending = self._layer.backward_input(params, self.cache, dy)
         back = self._backward[key] = _Backward(params, dy, dx, pending, calls, {})

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -119,6 +119,8 @@ class BlockEvaluator:
             for unit in self.units:
                 with passed.unit(unit) as params:
                     x, caches[unit.index] = self._forward(unit, params, x, run)
+            if self.criterion is not self.model.loss:
+                x = self.blocks.released(x)  # a loss of the user's may keep it
             with clock.span("forward", "loss"):
                 loss, weight, cache = self.criterion.forward(x, y)
                 loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
@@ -139,10 +141,9 @@ class BlockEvaluator:
         if not clock.on and (passes := recorded.find(params, x, run)) is not None:
             for block in unit.blocks:
                 self.store.wait(block)
-            with suppress(DataError):  # the block's own pass, below, raises it again, and it names the block
-                x = passes.forward(x, run)
+            if (y := passes.forward(x, run)) is not None:  # else the block's own pass, below, raises an error
                 self.store.progress.poll()
-                return x, passes
+                return y, passes
         caches: dict[str, Any] = {}
         for block in unit.blocks:
             self.store.wait(block)
@@ -164,7 +165,7 @@ class BlockEvaluator:
         """
         grads, clock, last, caches = gradients.views(unit), self.store.timeline, d, passes
         if isinstance(passes, UnitPass):
-            if not clock.on and (steps := passes.backward(d, grads)) is not None:
+            if not clock.on and (steps := passes.backward(params, d, grads)) is not None:
                 dx = None
                 for block, dx in steps:  # noqa: B007
                     self.store.progress.poll()
@@ -185,7 +186,7 @@ class BlockEvaluator:
             if gradients.by_block:
                 d = gradients.accumulate(unit, block, d)
         if isinstance(passes, UnitPass):
-            passes.link_backward(last, grads)
+            passes.link_backward(params, last, grads)
         return d
 
     def absent(self, batch: MicroBatch) -> None:

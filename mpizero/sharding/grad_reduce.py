@@ -321,7 +321,7 @@ class MicroBatchSum:
 #: The most sizes of batches whose plans a buffer keeps; a plan of a thousand grains takes a MiB.
 CACHED_PLANS = 16
 #: The most lists of sums of a unit and round that a buffer keeps.
-_MOST_SUMS = 4096
+_MOST_SUMS = 1 << 14
 
 
 class ReduceScatterBuffer:
@@ -502,13 +502,12 @@ class ReduceScatterBuffer:
     def _local_sums(self, unit: Unit, this_round: Round) -> list[partial[None]]:
         """Return the sums of a unit that this rank computes in a round, where it exchanges nothing with other ranks."""
         key = self._next, unit.index, id(this_round)
-        known, sums = self._sums.get(key, (None, []))
-        if known is not this_round:  # the plan of another number of grains, which is gone, had a round of this id
+        if key not in self._sums:
             if len(self._sums) >= _MOST_SUMS:
                 self._sums.clear()
-            sums = [*self._merges(unit, this_round, self.exchange.pieces(self._to_sum(unit, this_round)))]
-            self._sums[key] = this_round, sums
-        return sums
+            pieces = self.exchange.pieces(self._to_sum(unit, this_round))
+            self._sums[key] = this_round, [*self._merges(unit, this_round, pieces)]  # so no other round has this id
+        return self._sums[key][1]
 
     def _merge(self, unit: Unit, this_round: Round, pieces: Iterable[RowRange]) -> None:
         """Add the rows of ``pieces`` to the stack of partial sums."""

@@ -189,6 +189,8 @@ class PipelineRunner(Runner):
             with self._computing(flight) as working:
                 if working:
                     with self.store.timeline.span("forward", "loss"):
+                        if self.criterion is not self.partitioned.local.loss:
+                            value = self.blocks.released(value)  # a loss of the user's may keep it
                         loss, weight, flight.loss = self.criterion.forward(value, y)
                         loss, weight = loss_and_weight(self.criterion.forward, loss, weight, run)
                     self.count(checked.batch, loss, weight)

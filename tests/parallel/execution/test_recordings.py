@@ -226,12 +226,15 @@ def test_an_error_that_only_a_trial_raises_is_not_the_users(monkeypatch, where):
     assert how["first"] == how["out"] == "repeated"
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "zero3"), (2, "ddp"), (2, "zero1"), (2, "zero3")])
-def test_the_blocks_of_a_unit_are_repeated_as_one(ranks, strategy):
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "shared"),
+    [(1, "zero3", True), (2, "ddp", True), (2, "zero1", False), (2, "zero3", True), (2, "zero3", False)],
+)
+def test_the_blocks_of_a_unit_are_repeated_as_one(ranks, strategy, shared):
     def task(comm):
         called = []
         with (
-            mz.Mesh(comm) as mesh,
+            mz.Mesh(comm, share_node_memory=shared) as mesh,
             mz.distribute(mlp(), mz.SGD(lr=0.1), strategy, mesh=mesh, config=mz.Config(micro_batch=2)) as model,
         ):
             part = slice(8 * mesh.comm.rank // ranks, 8 * (mesh.comm.rank + 1) // ranks)
@@ -245,6 +248,121 @@ def test_the_blocks_of_a_unit_are_repeated_as_one(ranks, strategy):
         return called
 
     assert run_in_threads(ranks, task) == [[]] * ranks
+
+
+class UsersLoss(mz.nn.MeanSquaredError):
+    """A user's loss: ``look(step, prediction, gradient)`` returns the gradient of each step."""
+
+    def __init__(self, look):
+        self.__dict__.update(look=look, step=0)
+
+    def backward(self, cache, scale=1.0):
+        return self.look(self.step, cache[0], super().backward(cache, scale))
+
+
+def train_with(comm, look, **mesh):
+    """Train linear layers with a user's loss, also after errors; return losses and notes, hash, and what was repeated.
+
+    ``look`` takes the model, and what :class:`UsersLoss` passes on.
+    """
+    seen = []
+    loss = UsersLoss(lambda *step: look(model, *step))
+    net, config = Chain({name: mz.nn.Linear(3, 3) for name in "abc"}, loss), mz.Config(minimum_parameter_group_size=1)
+    with (
+        mz.Mesh(comm, **mesh) as there,
+        mz.distribute(net, mz.SGD(lr=0.1), "zero3", mesh=there, config=config) as model,
+    ):
+        first = 2 * model._engine.grid.data.rank
+        part = slice(first, first + 2)
+        for x, y in zip(*NUMBERS[..., part, :], strict=True):
+            try:
+                seen.append(model.train(x, y))
+            except (TypeError, ValueError, AttributeError) as error:
+                seen.append(f"{type(error).__name__} {error.__notes__[-1]}")
+            loss.__dict__["step"] += 1
+        return seen, model.parameters_sha256(), model.metadata().recordings
+
+
+def test_a_loss_that_gathers_parameters_changes_no_memory_of_a_repeated_pass(monkeypatch):
+    """Then units lie in other slots in the backward pass than in other steps."""
+
+    def gathers(model, step, prediction, gradient):
+        if 5 <= step < 8:
+            model.gather_full_parameters()
+        return gradient
+
+    task = partial(train_with, look=gathers, share_node_memory=False)
+    assert set(both(monkeypatch, task, ranks=2)[0][2].values()) == {"repeated"}
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 6])  # called, recorded, repeated, repeated with its unit
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda d: d.astype("f8"), lambda d: d[:, :1], lambda d: d[:, :2], lambda d: None],
+    ids=["f8", "1", "2", "None"],
+)
+def test_a_wrong_gradient_of_a_loss_is_told_with_the_block_and_the_training_goes_on(monkeypatch, wrong, step):
+    def look(model, now, prediction, gradient):
+        return wrong(gradient) if now == step else gradient
+
+    ((losses, *_),) = both(monkeypatch, partial(train_with, look=look))
+    assert [loss for loss in losses if type(loss) is str] == [losses[step]]
+    assert "In block 'c'" in losses[step]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_a_loss_of_one_call_keeps_is_not_overwritten(monkeypatch, stages):
+    def task(comm):
+        kept = []
+        loss = UsersLoss(lambda step, prediction, gradient: kept.append(prediction) or gradient)
+        with (
+            mz.Mesh(comm, pipeline=stages) as mesh,
+            mz.distribute(mlp(), mz.SGD(lr=0.1), mesh=mesh, config=mz.Config(micro_batch=2)) as model,
+        ):
+            for x, y in zip(*NUMBERS, strict=True):
+                model.apply_gradients(model.compute_gradients(x, y, loss=loss), 0.1)
+            return [array.tobytes() for array in kept], model.parameters_sha256(), model.metadata().recordings
+
+    both(monkeypatch, task, stages)
+
+
+def test_a_block_that_is_replaced_sees_every_pass_though_its_unit_was_repeated(monkeypatch):
+    @dataclass
+    class Observed:
+        block: object
+        passes: int = 0
+
+        def forward(self, *arguments):
+            self.passes += 1
+            return self.block.forward(*arguments)
+
+        def backward(self, *arguments):
+            return self.block.backward(*arguments)
+
+    def task(comm):
+        observed = []
+
+        def between(model, step):
+            blocks = model._engine.runner.blocks
+            if step in (0, 6):
+                observed.append(blocks["hidden.1"])
+                blocks["hidden.1"] = Observed(observed[-1])
+            if step == 8:
+                assert blocks["hidden.1"].passes == 2 * 4
+
+        return train(comm, mlp(), NUMBERS, between=between)
+
+    both(monkeypatch, task)
+
+
+def test_an_error_of_repeated_kernels_names_the_block():
+    with mz.distribute(gpt(), None) as model:
+        for _ in range(8):
+            model.predict(IDS[0, 0])
+        model.set_parameters(np.full_like(model.gather_full_parameters(), 3e38))
+        with np.errstate(all="raise"), pytest.raises(FloatingPointError) as told:
+            model.predict(IDS[0, 0])
+        assert "In block 'embedding'" in told.value.__notes__[-1]
 
 
 def test_blocks_are_called_again_when_one_of_their_recordings_is_refused(monkeypatch):
