@@ -168,13 +168,18 @@ def halved_slots(right, self, reduced, threads, loss):
         values *= 0.5
 
 
-@fault(CheckedMicroBatch, "_check")
-def gradients_changed(right, self, grain, written, parts, *, change):
+def written(checked, unit, blocks):
+    """The names and arrays of the gradients that ``blocks`` have written."""
+    return flat_names({block: checked._written[unit.index][block] for block in blocks})
+
+
+@fault(CheckedMicroBatch, "_accumulate")
+def gradients_changed(right, self, unit, blocks, parts, *, change):
     """The gradients of every micro-batch that rank 1 computes are what ``change`` makes of them."""
     if self.scalars.grid.world.rank == 1:
-        for _, view in flat_names(written):
+        for _, view in written(self, unit, blocks):
             view[...] = change(view)
-    right(self, grain, written, parts)
+    right(self, unit, blocks, parts)
 
 
 def unseeded_noise(patch, size):
@@ -193,14 +198,14 @@ def rank_offset(patch, offset):
     gradients_changed(patch, change=lambda view: view + view.dtype.type(offset))
 
 
-@fault(CheckedMicroBatch, "_check")
-def rank_keyed_noise(right, self, grain, written, parts, *, size):
+@fault(CheckedMicroBatch, "_accumulate")
+def rank_keyed_noise(right, self, unit, blocks, parts, *, size):
     """The gradients of every rank have noise with the rank for a seed, but for rank 0."""
     world = self.scalars.grid.world
-    for name, view in flat_names(written) if world.rank else ():
+    for name, view in written(self, unit, blocks) if world.rank else ():
         noise = np.random.default_rng([world.rank, crc32(name.encode())]).standard_normal(view.shape)
         view += (size * noise).astype(view.dtype)
-    right(self, grain, written, parts)
+    right(self, unit, blocks, parts)
 
 
 @fault(Engine, "_reduced")
