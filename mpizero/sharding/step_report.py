@@ -308,11 +308,10 @@ def larger_grains(rule: GrainRule, samples: int, ranks: int) -> str | None:
     best = min(enough, -(-samples // (ranks * rule.accumulate)))
     if best < 2 * now:
         return None
-    count = Grains(samples, best * rule.accumulate).count
     return (
         f"{samples} samples a step in {rule.grains(samples).described(rule.accumulate)} (by default): in a model as "
         f"small as this, calls take longer than arithmetic; with micro_batch={best} a step calls less on "
-        f"{_ranks(ranks)}; a batch is work for at most {_ranks(count)} then, with other (equally good) bits"
+        f"{_ranks(ranks)}; {_changed(rule, samples, best)}"
     )
 
 
@@ -343,12 +342,17 @@ def faster_grain(rule: GrainRule, samples: int, ranks: int, passed: int, seconds
     best = min((1 << power for power in range((samples // rule.accumulate).bit_length())), key=step, default=now)
     if step(best) >= _WORTH * step(now):
         return None
-    count = Grains(samples, best * rule.accumulate).count
     return (
         f"a pass of {passed} samples took {seconds * 1e3:.3g} ms, one of a single sample {one * 1e3:.3g} ms: with "
         f"micro_batch={best} in place of {now} the passes of a step would take about {step(best) / step(now):.2f} of "
-        f"the time on {_ranks(ranks)}; a batch is work for at most {_ranks(count)} then, with other (equally good) bits"
+        f"the time on {_ranks(ranks)}; {_changed(rule, samples, best)}"
     )
+
+
+def _changed(rule: GrainRule, samples: int, micro_batch: int) -> str:
+    """Say what else another ``micro_batch`` changes for a global batch of ``samples`` samples."""
+    count = Grains(samples, micro_batch * rule.accumulate).count
+    return f"a batch is work for at most {_ranks(count)} then, with other (equally good) bits"
 
 
 def _ranks(count: int) -> str:
