@@ -104,7 +104,7 @@ MAX_FUNCTION, MAX_PARAMETERS = 60, 6
 #: its lines in all, and the modules of the library that it imports.
 MIN_CODE, MAX_CODE, MAX_LINES, MAX_FAN_OUT = 80, 800, 1400, 25
 #: Lines of code of the whole package: what is added has to make something else superfluous, or change this number.
-MAX_PACKAGE = 57_079
+MAX_PACKAGE = 57_082
 #: Modules that a folder of tests may hold.
 MAX_TEST_MODULES = 20
 #: Modules that import each other for annotations only, and why that is right.

@@ -303,7 +303,9 @@ class RecordedUnit:
 
     def find(self, params: Params, x: Any, run: Run) -> UnitPass | None:
         """Return the passes of all blocks for the input ``x``, if they can be repeated together."""
-        return self.passes.get(self._key(params, x, run)) if self.passes and type(x) is np.ndarray else None
+        if not self.passes or type(x) is not np.ndarray or get_ident() != self._model.thread:
+            return None
+        return self.passes.get(self._key(params, x, run))
 
     def link(self, params: Params, x: Any, run: Run, caches: Mapping[str, Any]) -> None:
         """Let the passes that the blocks have just made, which returned ``caches``, be repeated together from now on.
@@ -321,9 +323,8 @@ class RecordedUnit:
             self.passes[self._key(params, x, run)] = UnitPass(params, passes, self._blocks, self._model)
 
     def _key(self, params: Params, x: Array, run: Run) -> Any:
-        known = get_ident() == self._model.thread
         form = x.shape, x.dtype.num, run.length, run.ranges, run.training
-        return known, form, id(params), id(x) if id(x) in self._model.owned else 0
+        return form, id(params), id(x) if id(x) in self._model.owned else 0
 
 
 class UnitPass:
@@ -336,7 +337,8 @@ class UnitPass:
     def __init__(
         self, params: Params, passes: dict[str, _Pass], blocks: Mapping[str, RecordedBlock], model: RecordedBlocks
     ) -> None:
-        self._params, self._passes, self._blocks, self._model = params, passes, blocks, model
+        self._params = params  # kept, so that no other parameters have their id
+        self._passes, self._blocks, self._model = passes, blocks, model
         self._first, self._last = next(iter(passes)), next(reversed(passes))
         self._calls = Recording.joined([one.calls for one in passes.values()])
         self._backward: dict[Any, _UnitBackward] = {}
