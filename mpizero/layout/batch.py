@@ -29,16 +29,18 @@ class GrainRule:
     Parameters
     ----------
     micro_batch : int or None
-        Number of samples of a micro-batch; None for the default. The default is a sixteenth of the global batch (with
-        ``coarse`` a quarter) divided by ``accumulate``, rounded up (with ``coarse`` down), but no more than
-        ``efficient``.
+        Number of samples of a micro-batch; None for the default. The default is a sixteenth of the global batch divided
+        by ``accumulate``, rounded up; or ``least``, if that is more, but then no more than a quarter, rounded down. In
+        any case it is no more than ``efficient``.
     accumulate : int
         Number of micro-batches of a grain.
     efficient : int or None
         Number of samples of a micro-batch from which on the model computes at about its full speed; None if unknown.
+    least : int
+        Number of samples of a micro-batch below which the calls of a pass take longer than its arithmetic.
     coarse : bool
-        Whether a default grain may be as large as a quarter of the global batch: for models of PyTorch or JAX, where
-        each grain has a fixed cost.
+        Whether a default grain is a quarter of the global batch, as with an unlimited ``least``: for models of PyTorch
+        or JAX, where each grain has a large fixed cost.
 
     Examples
     --------
@@ -53,17 +55,16 @@ class GrainRule:
     micro_batch: int | None = None
     accumulate: int = 1
     efficient: int | None = None
+    least: int = 1
     coarse: bool = False
 
     def micro_size(self, samples: int) -> int:
         """Return the number of samples of a full micro-batch, for a global batch of ``samples`` samples."""
         if self.micro_batch is not None:
             return self.micro_batch
-        if self.coarse:
-            most = max(1, samples // (self.accumulate * FEWEST_GRAINS))
-        else:
-            most = max(1, -(-samples // (self.accumulate * DEFAULT_GRAINS)))
-        return most if self.efficient is None else min(most, self.efficient)
+        few = min(samples if self.coarse else self.least, samples // (self.accumulate * FEWEST_GRAINS))
+        size = max(1, few, -(-samples // (self.accumulate * DEFAULT_GRAINS)))
+        return size if self.efficient is None else min(size, self.efficient)
 
     def grain_size(self, samples: int) -> int:
         """Return the number of samples of a full grain, for a global batch of ``samples`` samples."""

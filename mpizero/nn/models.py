@@ -1175,12 +1175,13 @@ def _as_array(value: Any) -> Array:
     return np.asarray(value)
 
 
-def efficient_samples(model: Any) -> int | None:
-    """Return the smallest number of samples with which a model's matrix products are fast. Not collective.
+def efficient_samples(model: Any) -> tuple[int | None, int]:
+    """Return the number of samples with which a model is fast, and the number below which it takes hardly less time.
 
-    With so many samples the products reach about 0.95 of their best rate, and the time of a block's Python calls is
-    small beside them. The number depends on the model's shapes alone, not on the machine, so that it is the same in
-    every job. All samples are assumed to have the greatest length that the model takes.
+    With the first number the model's matrix products reach about 0.95 of their best rate, and the time of a block's
+    Python calls is small beside them. With less than the second, the calls take longer than the products. The numbers
+    depend on the model's shapes alone, not on the machine, so that they are the same in every job. All samples are
+    assumed to have the greatest length that the model takes. Not collective.
 
     Parameters
     ----------
@@ -1190,17 +1191,15 @@ def efficient_samples(model: Any) -> int | None:
 
     Returns
     -------
-    int or None
-        Number of samples, at least 1. None if the model has no ``sample_shape`` or no blocks, if it has no matrix
-        products, or if they cannot be counted.
+    (int or None, int)
+        Numbers of samples, at least 1. None and 1 if the model has no ``sample_shape`` or no blocks, if it has no
+        matrix products, or if they cannot be counted.
     """
-    if not hasattr(model, "sample_shape") or not hasattr(model, "blocks"):
-        return None
     try:
         with np.errstate(all="ignore"):  # layers that do not count their products compute with zeros to find them
             return _enough_samples(model)
-    except Exception:  # code of the user's own; where the count is needed, `mpizero plan` names what is wrong
-        return None
+    except Exception:  # no sample_shape, or code of the user's own: `mpizero plan`, which needs it, says what is wrong
+        return None, 1
 
 
 # A product of (m, k) by (k, n) is fast where none of its three sizes is small. Two of them are a weight's, the third is
@@ -1210,20 +1209,22 @@ def efficient_samples(model: Any) -> int | None:
 #: Least and greatest number of rows that are enough for a fast product; between them it is the square root of the
 #: largest weight's size.
 _FEWEST, _MOST = 512, 1024
-#: Floating-point operations of a block, forward and backward, beside which the time of its Python calls is small.
+#: Floating-point operations of a block, forward and backward, beside which the time of its Python calls is small; an
+#: eighth of them takes about as long as the calls.
 _OPERATIONS = 2**24
 
 
-def _enough_samples(model: Any) -> int | None:
+def _enough_samples(model: Any) -> tuple[int | None, int]:
     counted = {name: counts.forward for name, counts in model_operations(model, tuple(model.sample_shape)).items()}
     counted = {name: forward for name, forward in counted.items() if forward}
     if not counted:
-        return None
+        return None, 1
     sizes = [int(spec.size) for name in counted for spec in model.blocks[name].specs()]
     forward = math.ceil(sum(counted.values()))
     rows = min(_MOST, max(_FEWEST, math.isqrt(max(sizes, default=0))))
     work = 3 * forward  # backward twice as much; not what is counted, so that a recomputed forward changes nothing
-    return max(1, _quotient(rows * 2 * sum(sizes), forward), _quotient(len(counted) * _OPERATIONS, work))
+    beside_calls = _quotient(len(counted) * _OPERATIONS, work)
+    return max(1, _quotient(rows * 2 * sum(sizes), forward), beside_calls), max(1, beside_calls // 8)
 
 
 def _quotient(a: int, b: int) -> int:

@@ -93,11 +93,10 @@ def _layout_text(layout: Mapping[str, Any] | None) -> str:
 #: What errors say is expected of the record.
 EXPECTED_GRAINS = (
     "null, or order (text), micro_batch and efficient (null or whole number >= 1), accumulate (the same, no null), "
-    "coarse (true or false) and, where sums are rounded, wire (text)"
+    "coarse (true or false); for a small model least (whole number >= 1), and where sums are rounded wire (text)"
 )
 #: What a checkpoint without a record means: the default of the versions that wrote none.
-_BEFORE = {"micro_batch": None, "efficient": None, "coarse": False}
-_NUMBERS = ("micro_batch", "efficient")
+_BEFORE = {"micro_batch": None, "efficient": None, "coarse": False, "least": 1}
 
 
 def grain_record(rule: GrainRule, wire: str | None) -> dict[str, Any]:
@@ -105,7 +104,8 @@ def grain_record(rule: GrainRule, wire: str | None) -> dict[str, Any]:
 
     The record consists of plain JSON values.
     """
-    return {"order": ORDER, **asdict(rule), **({} if wire is None else {"wire": wire})}
+    written = {name: value for name, value in asdict(rule).items() if name != "least" or value > 1}
+    return {"order": ORDER, **written, **({} if wire is None else {"wire": wire})}
 
 
 def is_grain_record(value: object) -> bool:
@@ -114,12 +114,13 @@ def is_grain_record(value: object) -> bool:
         return True
     return (
         isinstance(value, dict)
-        and value.keys() - {"wire"} | {"coarse"} == {"order", "micro_batch", "accumulate", "efficient", "coarse"}
+        and value.keys() | {"coarse", "least", "wire"} == {"order", "accumulate", "wire", *_BEFORE}
         and isinstance(value.get("coarse", False), bool)  # older versions wrote none
+        and is_count(value.get("least", 1), 1)
         and isinstance(value.get("wire", ""), str)
         and isinstance(value["order"], str)
         and is_count(value["accumulate"], 1)
-        and all(value[name] is None or is_count(value[name], 1) for name in _NUMBERS)
+        and all(value[name] is None or is_count(value[name], 1) for name in ("micro_batch", "efficient"))
     )
 
 

@@ -1,8 +1,8 @@
 """Report training steps: describe results, raise an error after too many skipped steps, advise on the size of grains.
 
 :class:`StepReport` describes a step, :class:`NonFinite` a value for which it was skipped. :class:`SkippedSteps` treats
-skipped steps as the user's :class:`BadSteps` says. :class:`GrainNotices` prints how the batches of a PyTorch or JAX
-model, where each grain has a fixed cost, are cut into grains, and which size would be faster, also for small models.
+skipped steps as the user's :class:`BadSteps` says. :class:`GrainNotices` prints how batches are cut into grains, where
+ranks have none or each grain of a PyTorch or JAX model has a fixed cost, and which size would be faster.
 """
 
 from __future__ import annotations
@@ -249,9 +249,10 @@ _MOST_STEPS = 20
 
 
 class GrainNotices:
-    """Print notices about grains in the first steps: of a PyTorch or JAX model their size, and a faster size.
+    """Print notices about grains in the first steps: their size, and a faster size.
 
-    ``ranks`` is the number of ranks that share a global batch, ``stages`` that of the stages of a pipeline.
+    The size is printed where some ranks have no grain, and for a model of PyTorch or JAX. ``ranks`` is the number of
+    ranks that share a global batch, ``stages`` that of the stages of a pipeline.
     """
 
     def __init__(self, ranks: int, stages: int = 1) -> None:
@@ -268,7 +269,7 @@ class GrainNotices:
         if may_change and (text := larger_grains(rule, samples, self._ranks)):
             notice(text)
         if self._steps == 1:
-            if rule.coarse:
+            if rule.coarse or (rule.micro_batch is None and rule.grains(samples).count < self._ranks):
                 notice(described_grains(rule, samples, type(model).__name__))
             if hasattr(model, "batch_norm_notice") and (text := model.batch_norm_notice(rule.micro_size(samples))):
                 notice(text)

@@ -1,4 +1,4 @@
-"""How many samples a model's matrix products need to be fast: a number that depends on the model's shapes alone."""
+"""How many samples a model needs to be fast: numbers that depend on the model's shapes alone."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ def gpt(dim, sequence, **more):
 )
 def test_products_have_as_many_rows_as_the_widest_weight_has_columns_from_512_to_1024(model, rows):
     per_sample = 1 if isinstance(model, MLP) else model.sequence
-    assert efficient_samples(model) == pytest.approx(rows / per_sample, rel=0.01)
+    assert efficient_samples(model)[0] == pytest.approx(rows / per_sample, rel=0.01)
 
 
 def test_small_models_get_more_samples_so_that_each_block_has_work():
     for model in (MLP(8, (16, 16), 4), gpt(16, 16)):
         operations = mz.nn.model_operations(model, model.sample_shape).values()
-        work = efficient_samples(model) * sum(each.total for each in operations)
+        efficient, least = efficient_samples(model)
+        work = efficient * sum(each.total for each in operations)
         assert 2**24 * (len(model.blocks) - 1) <= work < 2**25 * len(model.blocks)
+        assert least == efficient // 8 > 1
+    assert efficient_samples(MLP(784, (1024, 1024), 10))[1] == 1, "few rows make its products slow, not its calls"
 
 
 def test_neither_tables_that_are_no_products_nor_forward_passes_that_are_repeated_count():
@@ -48,7 +51,7 @@ def test_neither_tables_that_are_no_products_nor_forward_passes_that_are_repeate
 
 def test_numbers_of_numpy_give_a_number_of_python():
     for model in (gpt(64, 16, vocabulary=np.int64(31)), MLP(np.int64(8), (16,), np.int32(4))):
-        assert type(efficient_samples(model)) is int
+        assert list(map(type, efficient_samples(model))) == [int, int]
 
 
 class Normed(Mute):
@@ -75,12 +78,12 @@ def own(layer, sample_shape=None):
 def test_nothing_is_known_of_models_that_do_not_say_what_they_compute():
     box = mz.FunctionModel({"w": np.zeros(3)}, lambda p, batch: (0.0, {"w": p["w"]}, 1.0))
     shapes = (None, (3,), 8, (None, 8), lambda: (8,))
-    assert {efficient_samples(model) for model in (box, *(own(Mute(), shape) for shape in shapes))} == {None}
+    assert {efficient_samples(model) for model in (box, *(own(Mute(), shape) for shape in shapes))} == {(None, 1)}
 
 
 def test_no_warning_and_no_setting_of_numpy_changes_the_number():
     found = efficient_samples(own(Normed(), (8,)))
-    assert found is not None
+    assert found[0] is not None
     with np.errstate(all="raise"):
         assert efficient_samples(own(Normed(), (8,))) == found
 
@@ -94,4 +97,4 @@ def test_a_count_that_fails_is_no_count(what):
         def output_shape(self, shape):
             return shape
 
-    assert efficient_samples(own(Broken(), (8,))) is None
+    assert efficient_samples(own(Broken(), (8,))) == (None, 1)

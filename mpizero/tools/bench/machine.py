@@ -158,7 +158,7 @@ class ProductShapes:
             advice = 'bench machine takes the shapes of a "gpt"; give --dim'
             raise ConfigError(f"the model is {shown(section.described)}: {advice}")
         gpt = GPT(section.dim, section.layers, section.heads, section.sequence, vocabulary=_VOCABULARY)
-        rule = GrainRule(train.micro_batch, train.accumulate, efficient_samples(gpt))
+        rule = GrainRule(train.micro_batch, train.accumulate, *efficient_samples(gpt))
         if config.optimizer.kind.needs_vectors:
             train = with_batch(config, build_source(config)[0]).train
         batch = rule.micro_size(train.global_batch)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,28 @@ def test_a_coarse_rule_makes_at_least_four_grains_of_a_batch_that_has_so_many_sa
         assert rule.grains(batch).count >= min(4, -(-batch // accumulate))
         assert 1 <= rule.micro_size(batch) <= max(1, batch // (4 * accumulate))
         assert efficient != 1 or rule.micro_size(batch) == 1
+
+
+def test_a_default_grain_has_the_samples_that_make_calls_worthwhile_or_a_quarter_of_the_batch() -> None:
+    rule = GrainRule(None, 1, 400, 50)
+    assert [rule.grain_size(batch) for batch in (3, 16, 100, 200, 800, 1600, 10000)] == [1, 4, 25, 50, 50, 100, 400]
+    assert replace(rule, accumulate=3).grain_size(2400) == 150
+    for batch, accumulate, least in itertools.product((*range(1, 40), 128, 1000), (1, 3), (2, 5, 100)):
+        rule = GrainRule(None, accumulate, 1000, least)
+        size, before = rule.micro_size(batch), replace(rule, least=1).micro_size(batch)
+        assert before <= size <= max(before, batch // (4 * accumulate))
+        assert size >= min(least, batch // (4 * accumulate))
+
+
+def test_where_ranks_have_no_grain_the_first_step_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    def on(comm: Any, **settings: Any) -> None:
+        with sharded("zero2", comm, mlp(), **settings) as model:
+            model.train(*part(comm, *points(16)))
+
+    for ranks, settings, lines in ((4, {}, 0), (5, {}, 1), (5, {"micro_batch": 4}, 0)):
+        run_in_threads(ranks, functools.partial(on, **settings))
+        found = capfd.readouterr().err
+        assert found.count("16 samples a step in 4 grains of 4 (by default") == found.count("at most 4 ranks") == lines
 
 
 def test_a_grain_has_more_samples_where_its_fixed_cost_is_more_of_its_work() -> None:
@@ -90,6 +113,7 @@ def test_a_start_names_its_grains_and_a_clock_that_makes_no_sense_says_nothing()
             "256 samples a step in 16 grains of 16 (by default).*micro_batch=256 .* at most 1 rank ",
         ),
         (GrainRule(None, 2, 1237), 4, "16 grains of 16, each of 2 micro-batches .*micro_batch=32 .* at most 4 ranks "),
+        (GrainRule(None, 1, 1237, 154), 1, "256 samples a step in 4 grains of 64 (by default).*micro_batch=256"),
         (GrainRule(None, 1, 200), 1, "micro_batch=200 .* at most 2 ranks "),
         (GrainRule(None, 1, 1237), 9, None),  # a rank has two grains at most
         (GrainRule(None, 1, 128), 1, None),
@@ -117,7 +141,7 @@ def test_it_is_advised_once_in_a_training_that_begins(tmp_path: Path, capfd: Any
                 model.train(*part(model.batch_group, x, x[:, :1]))
             if folder is not None and not folder.exists():
                 model.save_model(folder)
-        return capfd.readouterr().err.count("samples a step in 16 grains of 4")
+        return capfd.readouterr().err.count("samples a step in 4 grains of 16 (by default): in a model")
 
     assert advised() == 1
     assert advised(steps=19, folder=tmp_path / "begun") == 0
