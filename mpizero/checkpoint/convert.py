@@ -582,8 +582,8 @@ def write_imported(
     CheckpointError
         If the tensors are not the arrays of the model, or cannot be stored in a checkpoint.
     ConfigError
-        If a name in ``rules.names`` or a pattern in ``rules.transpose`` matches no tensor, values are too large for a
-        type, or ``out`` exists and may not be replaced.
+        If a name in ``rules.names`` or a pattern in ``rules.drop`` or ``rules.transpose`` matches no tensor, values are
+        too large for a type, or ``out`` exists and may not be replaced.
     """
     check_free(os.fspath(out), replace)
     tensors: dict[str, Tensor] = {}
@@ -627,13 +627,13 @@ def adapt_attributes(
 
 
 def _check_rules(source: TensorFile, rules: ImportRules, tensors: Mapping[str, Tensor]) -> None:
-    """Raise :class:`ConfigError` if a name to map or a pattern to transpose, probably misspelt, matches no tensor."""
-    for old, _ in rules.names:
-        if not any(_wanted(old, name) for name in source.tensors):
-            raise ConfigError(f"map {old}: no tensor of {source.path} has such a name")
-    for pattern in rules.transpose:
-        if not any(matches(path, pattern) for path in tensors):
-            raise ConfigError(f"transpose {pattern}: no array has such a name")
+    """Raise :class:`ConfigError` if a name to map, or a pattern to drop or to transpose, fits none: a misspelt one."""
+    holds = f"no tensor of {source.path}"
+    unused = [f"map {old}: {holds}" for old, _ in rules.names if not any(_wanted(old, name) for name in source.tensors)]
+    unused += [f"drop {p}: {holds}" for p in rules.drop if not any(fits(name, p) for name in source.tensors)]
+    unused += [f"transpose {p}: no array" for p in rules.transpose if not any(matches(path, p) for path in tensors)]
+    if unused:
+        raise ConfigError(f"{unused[0]} has such a name")
 
 
 def _imported_type(source: TensorFile, tensor: Tensor, path: str, rules: ImportRules) -> tuple[tuple[int, ...], str]:

@@ -117,6 +117,7 @@ def test_optimizer_arrays_may_be_missing_but_only_all_of_them(tmp_path):
         ({"names": [("w*", "b")]}, ConfigError, r"must be OLD=NEW, with one \* in both or none"),
         ({"names": [("w", "")]}, ConfigError, "must be OLD=NEW"),
         ({"transpose": ["q"]}, ConfigError, "transpose q: no array has such a name"),
+        ({"drop": ["m*", "extra"]}, ConfigError, "drop [m*]{2}: no tensor of .* has such a name"),
         ({"dtype": "int8"}, ConfigError, "type 'int8'"),
         ({"names": [("w", "layer.b")]}, CheckpointError, "both become 'parameters/layer.b'"),
         ({"names": [("w", "../w")]}, CheckpointError, "is not allowed"),
