@@ -461,7 +461,7 @@ class CommunicatorRegistry:
         A key is a string that identifies a communicator on all of its ranks. The order is the same as in
         :meth:`counts`.
         """
-        entries = (*reversed(tuple(self.live)), *tuple(self.closed.values()))
+        entries = (*reversed(list(self.live)), *list(self.closed.values()))
         return {entry.key: entry.trace.last() for entry in entries}
 
     def find(self, key: str) -> CommunicatorEntry | None:

@@ -70,12 +70,16 @@ class Supervisor:
 
     If a listener raises, a warning is printed once, and the listener is still called periodically: a failing check must
     not end the run.
+
+    [Note: copies] Another thread may change a dictionary while this one looks through it. ``list(d)`` and
+    ``list(d.values())`` copy it in one go. ``tuple(d)`` does not: it allocates the tuple after it has begun, so that
+    garbage may be collected in between, and a finalizer, or a thread that runs meanwhile, changes the dictionary.
     """
 
     def __init__(self) -> None:
         self._listeners: dict[Listener, float] = {}
         self._next: dict[Listener, float] = {}
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()  # what is collected meanwhile may remove a listener of its own
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._stops: list[tuple[float, float]] = []
@@ -84,7 +88,7 @@ class Supervisor:
     @property
     def tick(self) -> float:
         """Seconds from one round of calls of the listeners to the next: the least ``tick`` with which one was added."""
-        return min(tuple(self._listeners.values()), default=TICK)
+        return min(list(self._listeners.values()), default=TICK)  # [Note: copies]
 
     @property
     def is_running(self) -> bool:
@@ -122,7 +126,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """Stop calling all listeners (functions); the supervisor's thread then ends."""
-        for listener in tuple(self._listeners):
+        for listener in list(self._listeners):
             self.remove(listener)
 
     def since(self, moment: float, now: float) -> float:
@@ -145,7 +149,7 @@ class Supervisor:
             now = time.monotonic()
             self._note(last, now)
             last = now
-            for listener in [one for one in tuple(self._listeners) if self._next.get(one, now) <= now]:
+            for listener in [one for one in list(self._listeners) if self._next.get(one, now) <= now]:
                 try:
                     pause = listener(now) or 0.0
                     with self._changing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -184,6 +185,37 @@ def test_a_listener_that_raises_is_reported_once_and_asked_again(capfd):
     assert all(looked.acquire(timeout=60) for _ in range(3))
     supervisor.remove(look)
     assert capfd.readouterr().err.count("OSError: planted") == 1
+
+
+@pytest.mark.parametrize("use", [lambda s, look: s.tick, Supervisor.remove, lambda s, look: s.stop()])
+def test_listeners_may_come_and_go_when_garbage_is_collected_at_any_moment(use):
+    """Garbage is collected at one allocation after the other of what the supervisor does."""
+    supervisor, keep = Supervisor(), lambda now: None
+
+    class Garbage:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            supervisor.add(lambda now: None, 3600.0)
+
+    thresholds = gc.get_threshold()
+    try:
+        for moment in range(12):
+            supervisor.add(keep, 3600.0)
+            gc.collect()
+            gc.disable()
+            Garbage()
+            gc.set_threshold(gc.get_count()[0] + moment)
+            gc.enable()
+            use(supervisor, keep)
+            gc.set_threshold(*thresholds)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+    gc.collect()
+    supervisor.stop()
+    assert not supervisor._listeners
 
 
 def test_a_listener_that_wants_no_call_for_some_time_gets_none_until_it_is_added_anew():
