@@ -71,9 +71,9 @@ class Supervisor:
     If a listener raises, a warning is printed once, and the listener is still called periodically: a failing check must
     not end the run.
 
-    [Note: copies] Another thread may change a dictionary while this one looks through it. ``list(d)`` and
+    [Note: copies] Another thread may change a dictionary or list while this one looks through it. ``list(d)`` and
     ``list(d.values())`` copy it in one go. ``tuple(d)`` does not: it allocates the tuple after it has begun, so that
-    garbage may be collected in between, and a finalizer, or a thread that runs meanwhile, changes the dictionary.
+    garbage may be collected in between, and a finalizer, or a thread that runs meanwhile, changes ``d``.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ def calls_in_progress(register: CommunicatorRegistry, since: Callable[[float], f
     """
     return [
         [e.key, e.trace.name, e.trace.sequence, e.trace.operation, _end_of(e.trace.tag), since(entered)]
-        for e in tuple(register.live)
+        for e in list(register.live)
         if (entered := e.trace.entered)
     ]
 
@@ -267,7 +267,7 @@ class Heartbeat:
     def look(self, now: float) -> None:
         """Write the current status record, then call each of ``listeners`` with it; ``now`` is ``time.monotonic()``."""
         record = self.beat(now)
-        for listener in tuple(self.listeners):
+        for listener in list(self.listeners):
             listener(record)
 
     def refresh_stack(self) -> None:
@@ -305,16 +305,16 @@ class Heartbeat:
             stands = frame is not None and mpi is not None and record["still"] >= _STILL
             record["library"] = library_call(frame, mpi.COMM_WORLD) if frame and mpi and stands else ""
         record["calls"] = calls_in_progress(self.register, since)
-        entries = tuple(self.register.live)
+        entries = list(self.register.live)
         making = {e.key: rank_ranges(sorted(e.members)) for e in entries if e.trace.operation == MAKING}
         record["making"] = {key: ranges if len(ranges) <= _RANGES else [] for key, ranges in making.items()}
-        record["transfers"] = transfers_in_progress([entry.trace for entry in tuple(self.register.live)], since)
+        record["transfers"] = transfers_in_progress([entry.trace for entry in list(self.register.live)], since)
         if self.statuses.remote and any(call[5] >= _PATIENCE for call in record["calls"]):
             messages = self.statuses.count_messages(now)
             record["transfers"].append([messages.what, messages.bytes, since(messages.moved)])
         record["joint_tasks"] = [
             [e.key, e.trace.joint_tasks, what, since(begun)]
-            for e in tuple(self.register.live)
+            for e in list(self.register.live)
             for what, begun in [e.trace.present_task]
             if what
         ]
