@@ -628,9 +628,9 @@ def adapt_attributes(
 
 def _check_rules(source: TensorFile, rules: ImportRules, tensors: Mapping[str, Tensor]) -> None:
     """Raise :class:`ConfigError` if a name to map, or a pattern to drop or to transpose, fits none: a misspelt one."""
-    holds = f"no tensor of {source.path}"
-    unused = [f"map {old}: {holds}" for old, _ in rules.names if not any(_wanted(old, name) for name in source.tensors)]
-    unused += [f"drop {p}: {holds}" for p in rules.drop if not any(fits(name, p) for name in source.tensors)]
+    no_tensor = f"no tensor of {source.path}"
+    unused = [f"map {p}: {no_tensor}" for p, _ in rules.names if not any(_wanted(p, name) for name in source.tensors)]
+    unused += [f"drop {p}: {no_tensor}" for p in rules.drop if not any(fits(name, p) for name in source.tensors)]
     unused += [f"transpose {p}: no array" for p in rules.transpose if not any(matches(path, p) for path in tensors)]
     if unused:
         raise ConfigError(f"{unused[0]} has such a name")

@@ -161,8 +161,8 @@ class Engine(PlacedModel):
         if self.grain_rule.coarse:
             self.complete_grain_rule(*tree.cut(slice(0, 0)))
             if self.grain_rule is not self._agreed_rule:
-                what = "the samples of a default grain (micro_batch sets it)"
-                agree_equal(self.grid.world, lambda: {what: self.grain_rule.efficient}, "agree grains")
+                name = "the samples of a default grain (micro_batch sets it)"
+                agree_equal(self.grid.world, lambda: {name: self.grain_rule.efficient}, "agree grains")
                 self._agreed_rule = self.grain_rule
         return self.grain_rule.grain_size(samples)
 
