@@ -36,11 +36,11 @@ class GrainRule:
         Number of micro-batches of a grain.
     efficient : int or None
         Number of samples of a micro-batch from which on the model computes at about its full speed; None if unknown.
-    least : int
-        Number of samples of a micro-batch below which the calls of a pass take longer than its arithmetic.
     coarse : bool
         Whether a default grain is a quarter of the global batch, as with an unlimited ``least``: for models of PyTorch
         or JAX, where each grain has a large fixed cost.
+    least : int
+        Number of samples of a micro-batch below which the calls of a pass take longer than its arithmetic.
 
     Examples
     --------
@@ -55,15 +55,15 @@ class GrainRule:
     micro_batch: int | None = None
     accumulate: int = 1
     efficient: int | None = None
-    least: int = 1
     coarse: bool = False
+    least: int = 1
 
     def micro_size(self, samples: int) -> int:
         """Return the number of samples of a full micro-batch, for a global batch of ``samples`` samples."""
         if self.micro_batch is not None:
             return self.micro_batch
-        few = min(samples if self.coarse else self.least, samples // (self.accumulate * FEWEST_GRAINS))
-        size = max(1, few, -(-samples // (self.accumulate * DEFAULT_GRAINS)))
+        least = min(samples if self.coarse else self.least, samples // (self.accumulate * FEWEST_GRAINS))
+        size = max(1, least, -(-samples // (self.accumulate * DEFAULT_GRAINS)))
         return size if self.efficient is None else min(size, self.efficient)
 
     def grain_size(self, samples: int) -> int:

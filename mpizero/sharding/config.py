@@ -330,7 +330,8 @@ class Config(SplitSettings, DataParallelSettings, ComputeSettings):
         if self.micro_batch is not None or model is None:
             return GrainRule(self.micro_batch, self.accumulate)
         if not hasattr(model, "efficient_samples"):
-            return GrainRule(None, self.accumulate, *efficient_samples(model))
+            efficient, least = efficient_samples(model)
+            return GrainRule(None, self.accumulate, efficient, least=least)
         return GrainRule(None, self.accumulate, samples and model.efficient_samples(*samples), coarse=True)
 
     def grain_size(self, global_batch: int) -> int:

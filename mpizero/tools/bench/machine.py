@@ -40,10 +40,10 @@ from mpizero.comm.startup import mpi_facts, versions
 from mpizero.errors import ConfigError
 from mpizero.kernels import cpu, memory
 from mpizero.kernels.matmul import library, matmul
-from mpizero.layout import GrainRule, Partition
+from mpizero.layout import Partition
 from mpizero.nn import GPT
 from mpizero.nn.arrays import keep_freed_memory
-from mpizero.nn.models import efficient_samples
+from mpizero.sharding.config import Config
 from mpizero.tools.bench.strategies import require_room
 from mpizero.tools.doctor import counted
 from mpizero.tools.plan.time import FileSpeed, Machine, MatrixProduct, MemoryPass, MessageSpeed, write_machine
@@ -158,7 +158,7 @@ class ProductShapes:
             advice = 'bench machine takes the shapes of a "gpt"; give --dim'
             raise ConfigError(f"the model is {shown(section.described)}: {advice}")
         gpt = GPT(section.dim, section.layers, section.heads, section.sequence, vocabulary=_VOCABULARY)
-        rule = GrainRule(train.micro_batch, train.accumulate, *efficient_samples(gpt))
+        rule = Config(micro_batch=train.micro_batch, accumulate=train.accumulate).grain_rule(gpt)
         if config.optimizer.kind.needs_vectors:
             train = with_batch(config, build_source(config)[0]).train
         batch = rule.micro_size(train.global_batch)

@@ -45,11 +45,11 @@ def test_a_coarse_rule_makes_at_least_four_grains_of_a_batch_that_has_so_many_sa
 
 
 def test_a_default_grain_has_the_samples_that_make_calls_worthwhile_or_a_quarter_of_the_batch() -> None:
-    rule = GrainRule(None, 1, 400, 50)
+    rule = GrainRule(None, 1, 400, least=50)
     assert [rule.grain_size(batch) for batch in (3, 16, 100, 200, 800, 1600, 10000)] == [1, 4, 25, 50, 50, 100, 400]
     assert replace(rule, accumulate=3).grain_size(2400) == 150
     for batch, accumulate, least in itertools.product((*range(1, 40), 128, 1000), (1, 3), (2, 5, 100)):
-        rule = GrainRule(None, accumulate, 1000, least)
+        rule = GrainRule(None, accumulate, 1000, least=least)
         size, before = rule.micro_size(batch), replace(rule, least=1).micro_size(batch)
         assert before <= size <= max(before, batch // (4 * accumulate))
         assert size >= min(least, batch // (4 * accumulate))
@@ -113,7 +113,7 @@ def test_a_start_names_its_grains_and_a_clock_that_makes_no_sense_says_nothing()
             "256 samples a step in 16 grains of 16 (by default).*micro_batch=256 .* at most 1 rank ",
         ),
         (GrainRule(None, 2, 1237), 4, "16 grains of 16, each of 2 micro-batches .*micro_batch=32 .* at most 4 ranks "),
-        (GrainRule(None, 1, 1237, 154), 1, "256 samples a step in 4 grains of 64 (by default).*micro_batch=256"),
+        (GrainRule(None, 1, 1237, least=154), 1, "256 samples a step in 4 grains of 64 (by default).*micro_batch=256"),
         (GrainRule(None, 1, 200), 1, "micro_batch=200 .* at most 2 ranks "),
         (GrainRule(None, 1, 1237), 9, None),  # a rank has two grains at most
         (GrainRule(None, 1, 128), 1, None),
