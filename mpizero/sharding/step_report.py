@@ -270,7 +270,7 @@ class GrainNotices:
             notice(text)
         if self._steps == 1:
             if rule.coarse or (rule.micro_batch is None and rule.grains(samples).count < self._ranks):
-                notice(described_grains(rule, samples, type(model).__name__))
+                notice(described_grains(rule, samples))
             if hasattr(model, "batch_norm_notice") and (text := model.batch_norm_notice(rule.micro_size(samples))):
                 notice(text)
             return
@@ -281,15 +281,12 @@ class GrainNotices:
                 notice(text)
 
 
-def described_grains(rule: GrainRule, samples: int, model: str) -> str:
-    """Return a line about the default grains of a global batch of ``samples`` samples.
-
-    ``rule`` is the default rule that cuts batches; ``model`` says in the line what kind of model it is.
-    """
+def described_grains(rule: GrainRule, samples: int) -> str:
+    """Return a line about the grains of a global batch of ``samples`` samples that the default ``rule`` makes."""
     grains = rule.grains(samples)
     return (
-        f"{samples} samples a step in {grains.described(rule.accumulate)} (by default, from the operations of the "
-        f"{model}; micro_batch sets it): work for at most {_ranks(grains.count)}"
+        f"{samples} samples a step in {grains.described(rule.accumulate)} (by default; micro_batch sets it): work for "
+        f"at most {_ranks(grains.count)}"
     )
 
 
@@ -298,7 +295,7 @@ _SMALL = 1 / 8
 
 
 def larger_grains(rule: GrainRule, samples: int, ranks: int) -> str | None:
-    """Return a line that advises larger grains, of a model so small that its calls take longer than their arithmetic.
+    """Return a line that advises larger grains of a small model, which few samples at a time make slow.
 
     Return None if the user has chosen ``micro_batch``, or a default grain has an eighth or more of the samples with
     which the model's products are fast, or is at least half as large as can be with ``ranks`` ranks.
@@ -310,9 +307,9 @@ def larger_grains(rule: GrainRule, samples: int, ranks: int) -> str | None:
     if best < 2 * now:
         return None
     return (
-        f"{samples} samples a step in {rule.grains(samples).described(rule.accumulate)} (by default): in a model as "
-        f"small as this, calls take longer than arithmetic; with micro_batch={best} a step calls less on "
-        f"{_ranks(ranks)}; {_changed(rule, samples, best)}"
+        f"{samples} samples a step in {rule.grains(samples).described(rule.accumulate)} (by default): this model is "
+        f"fast from {enough:,} at a time on; with micro_batch={best} a step takes less time on {_ranks(ranks)}; "
+        f"{_changed(rule, samples, best)}"
     )
 
 

@@ -97,7 +97,7 @@ def test_another_grain_is_named_where_it_would_save_more_than_a_tenth(
 
 
 def test_a_start_names_its_grains_and_a_clock_that_makes_no_sense_says_nothing() -> None:
-    line = described_grains(GrainRule(None, 1, 64, coarse=True), 32, "TorchModel")
+    line = described_grains(GrainRule(None, 1, 64, coarse=True), 32)
     assert "32 samples a step in 4 grains of 8" in line
     assert line.endswith("work for at most 4 ranks")
     for times in ((1.0, 1.1), (8.0, 0.5)):
@@ -141,7 +141,7 @@ def test_it_is_advised_once_in_a_training_that_begins(tmp_path: Path, capfd: Any
                 model.train(*part(model.batch_group, x, x[:, :1]))
             if folder is not None and not folder.exists():
                 model.save_model(folder)
-        return capfd.readouterr().err.count("samples a step in 4 grains of 16 (by default): in a model")
+        return capfd.readouterr().err.count("samples a step in 4 grains of 16 (by default): this model")
 
     assert advised() == 1
     assert advised(steps=19, folder=tmp_path / "begun") == 0
