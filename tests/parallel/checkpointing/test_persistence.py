@@ -130,6 +130,7 @@ WRONG_ATTRIBUTES = {
     "grains.micro_batch": (0,),
     "grains.accumulate": (None,),
     "grains.efficient": (True,),
+    "grains.least": (0, None, True),
     "grains.order": (2,),
 }
 
